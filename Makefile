@@ -1,0 +1,68 @@
+# `make demo` and `make test` work in a fresh clone: each first makes the environment .venv.
+
+# The torch build that is installed: a requirement, with any options that pip takes.
+#     make test TORCH="torch==2.14.1"
+TORCH ?= torch==2.13.0
+# The Python, 3.11 or newer, that makes the environment.
+PYTHON ?= python3
+# More arguments for the demo and for pytest.
+ARGS ?=
+
+BIN := .venv/bin
+comma := ,
+CHECK_PYTHON := import sys; \
+	sys.exit(None if sys.version_info >= (3, 11) else \
+	"dtorch needs Python 3.11 or newer, not " + sys.version.split()[0] + ": set PYTHON=")
+WRITE_PIN := import importlib.metadata as m, sys; \
+	open(sys.argv[1], "w").write("torch==" + m.version("torch"))
+
+# $(call install,VENV,TORCH,EXTRAS): torch first, then dtorch with that very torch pinned, so that
+# no package's own requirement replaces the build that was asked for.
+define install
+@$(PYTHON) -c '$(CHECK_PYTHON)'
+@test -x $(1)/bin/pip || $(PYTHON) -m venv $(1)
+@echo 'Installing $(2) into $(1) ...'
+@$(1)/bin/pip install -qq $(foreach word,$(2),'$(word)')
+@$(1)/bin/python -c '$(WRITE_PIN)' $(1)/torch.txt
+@echo 'Installing dtorch[$(3)] into $(1) ...'
+@$(1)/bin/pip install -qq --constraint $(1)/torch.txt --editable '.[$(3)]'
+endef
+
+.PHONY: .venv demo test lint quick test-torch clean FORCE
+
+.venv: .venv/.installed
+
+.venv/.installed: pyproject.toml .venv/.torch
+	$(call install,.venv,$(TORCH),models$(comma)test)
+	@touch $@
+
+# Changes, and so reinstalls, only when the value of TORCH does.
+.venv/.torch: FORCE
+	@mkdir -p .venv
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+demo: .venv
+	@$(BIN)/python examples/llama.py $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+# What pre-commit runs after lint: seconds.
+quick: .venv
+	$(BIN)/python -m pytest tests/test_layering.py tests/test_quickstart.py
+
+# The core tests under another torch, in an environment of its own without the models' packages:
+# the tests that need those skip themselves.
+test-torch:
+	@test -n '$(VERSION)' || { echo 'usage: make test-torch VERSION=2.11.0' >&2; exit 2; }
+	$(call install,.venv-torch-$(VERSION),torch==$(VERSION),test)
+	.venv-torch-$(VERSION)/bin/python -m pytest $(ARGS)
+
+clean:
+	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .ruff_cache
+	find dtorch tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

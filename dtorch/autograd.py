@@ -1,0 +1,114 @@
+"""Autograd functions for matrix products, so that their backward keeps dims apart.
+
+PyTorch would decompose `linear` and `matmul` above dtorch into flattening views and products.
+These functions record each as one operation, and give it a backward made of PyTorch's own
+kernels on unflattened tensors; on one device the gradients are bit for bit PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .ops import fold_mm
+
+aten = torch.ops.aten
+
+
+def _whole(op: Any, *args: Any) -> torch.Tensor:
+    """Calls a composite operation so that it is recorded whole, unless it is differentiated."""
+    if torch.is_grad_enabled():
+        return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+class Linear(torch.autograd.Function):
+    """``x @ w.T + b`` with an unflattened backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Any, weight: Any, bias: Any) -> Any:
+        return _whole(aten.linear.default, x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, weight, bias = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        grad_x = _whole(aten.matmul.default, grad, weight) if wants_x else None
+        grad_weight = _whole(fold_mm, grad, x) if wants_weight else None
+        grad_bias = None
+        if ctx.has_bias and wants_bias:
+            grad_bias = grad.sum(tuple(range(grad.ndim - 1))) if grad.ndim > 1 else grad
+        return grad_x, grad_weight, grad_bias
+
+
+class Matmul(torch.autograd.Function):
+    """``a @ b`` of at least three dims in one of them, with an unflattened backward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Any, b: Any) -> Any:
+        return _whole(aten.matmul.default, a, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        a, b = ctx.saved_tensors
+        grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_a = _whole(aten.matmul.default, grad, b.mT.conj()).sum_to_size(a.shape)
+        if ctx.needs_input_grad[1]:
+            grad_b = _grad_of_right(a, b, grad)
+        return grad_a, grad_b
+
+
+def _grad_of_right(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    if b.ndim == 2:
+        return _whole(fold_mm, a.conj(), grad)
+    return _whole(aten.matmul.default, a.mT.conj(), grad).sum_to_size(b.shape)
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    if weight.ndim != 2 or input.ndim < 2:
+        return torch.nn.functional.linear(input, weight, bias)
+    return Linear.apply(input, weight, bias)
+
+
+def _matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if not isinstance(other, torch.Tensor) or min(input.ndim, other.ndim) < 2:
+        return torch.matmul(input, other)
+    if max(input.ndim, other.ndim) < 3 or input.ndim == 2:
+        return torch.matmul(input, other)
+    return Matmul.apply(input, other)
+
+
+SUBSTITUTES: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.nn.functional.linear: _linear,
+    torch.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+}
+"""What to call in place of a torch function when an argument requires grad."""
+
+
+def requires_grad(args: tuple[Any, ...]) -> bool:
+    """Returns whether autograd would record a call on these arguments."""
+    return torch.is_grad_enabled() and any(
+        isinstance(a, torch.Tensor) and a.requires_grad for a in args
+    )

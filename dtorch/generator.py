@@ -1,0 +1,90 @@
+"""The state of random generators, as values that programs take and return.
+
+dtorch's own generator continues PyTorch's: its state is that of `torch.default_generator`
+whenever that has been seeded or drawn from since dtorch last looked, and the state that the
+last drawing program returned otherwise. So `torch.manual_seed` seeds both, and on one device a
+program draws what PyTorch would.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from .mesh import DeviceMesh
+from .placement import Replicate
+from .tensor import Tensor, place
+
+lock = threading.RLock()
+"""Held from reading a state until the program that advances it has been submitted."""
+
+
+class _Default:
+    state: Tensor | None = None
+    seen: torch.Tensor | None = None
+
+
+def manual_seed(seed: int) -> torch.Generator:
+    """Seeds dtorch's generator and PyTorch's, and returns the latter.
+
+    Args:
+        seed: As for `torch.manual_seed`.
+    """
+    return torch.manual_seed(seed)
+
+
+def state_of(generator: torch.Generator | None, mesh: DeviceMesh) -> Tensor:
+    """Returns the present state of a generator, replicated over a mesh.
+
+    Args:
+        generator: A generator of the caller, or None for dtorch's own.
+        mesh: The mesh of the program that draws.
+    """
+    replicated = (Replicate(),) * mesh.ndim
+    if generator is not None:
+        return place(_checked(generator, mesh).get_state(), mesh, replicated)
+    source = _torch_default(mesh)
+    now = source.get_state()
+    if _Default.state is None or _Default.seen is None or not torch.equal(now, _Default.seen):
+        _Default.state = place(now, mesh, replicated)
+    if _Default.state.device_mesh != mesh:
+        _Default.state = _Default.state.redistribute(mesh, replicated)
+    return _Default.state
+
+
+def advance(generator: torch.Generator | None, state: Tensor) -> None:
+    """Remembers the state that a drawing program returned.
+
+    Args:
+        generator: As for `state_of`.
+        state: The new state.
+
+    Blocking: for a generator of the caller, until the program has run, because its state is
+    written back into the generator.
+    """
+    if generator is not None:
+        generator.set_state(state.to_torch())
+        return
+    source = _torch_default(state.device_mesh)
+    # A draw marks the moment: seeding PyTorch again, even alike, can then be told apart.
+    torch.empty((), dtype=torch.int64, device=source.device).random_(generator=source)
+    _Default.state, _Default.seen = state, source.get_state()
+
+
+def _torch_default(mesh: DeviceMesh) -> torch.Generator:
+    if mesh.device_type == "cpu":
+        return torch.default_generator
+    device = mesh.torch_device()
+    module: Any = torch.get_device_module(device.type)
+    return module.default_generators[device.index]
+
+
+def _checked(generator: torch.Generator, mesh: DeviceMesh) -> torch.Generator:
+    if generator.device.type != mesh.device_type:
+        raise ValueError(
+            f"a generator of device {generator.device} cannot draw for {mesh!r}; "
+            f"make it with torch.Generator({mesh.device_type!r})."
+        )
+    return generator

@@ -1,0 +1,236 @@
+"""Lowering: from the global program to the local one, which a device runs.
+
+Takes a `Program` and gives a `LocalProgram`: the same instructions over shards. There is one
+local program for all devices; what depends on a device's coordinate (sizes of views and
+factories, bounds of uneven shards) is a `PerDevice` table, indexed by the device's place in the
+mesh of its instruction. Each instruction says after which use a slot is free. The local form
+is plain data, an `OpOverload` with slots and constants, so that any executor can run it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .mesh import Device, DeviceMesh
+from .program import Apply, Instruction, Program, Ref, SourceLine, format_instruction, refs
+from .redistribution import Step
+from .spec import Spec
+
+
+class PerDevice(tuple):
+    """A constant that differs between devices: one value per device of the mesh, in order."""
+
+    __slots__ = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalCall:
+    """One ATen operation on local tensors.
+
+    Attributes:
+        op: The operation.
+        args: Positional arguments: `Ref` (a slot), `ScalarRef`, `PerDevice`, or constants.
+        kwargs: Keyword arguments, likewise, as pairs.
+        outputs: The slots of its results; None for one that is dropped.
+        mesh: The devices that run it.
+        origin: The index of the global instruction that it comes from.
+        draws: For a random operation, the slots of the generator state before and after.
+        frees: The slots that nothing reads after it.
+    """
+
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[int | None, ...]
+    mesh: DeviceMesh
+    origin: int
+    draws: tuple[int, int] | None = None
+    frees: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalStep:
+    """One step of a redistribution, from slot `input` to slot `output`."""
+
+    step: Step
+    input: int
+    output: int
+    origin: int
+    frees: tuple[int, ...] = ()
+
+    @property
+    def meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
+        """The meshes of the source and the target."""
+        return self.step.source.mesh, self.step.target.mesh
+
+
+LocalInstruction = LocalCall | LocalStep
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class LocalProgram:
+    """What every device of a program runs.
+
+    Attributes:
+        devices: The devices that take part, in the order of first appearance.
+        num_slots: How many slots a device needs.
+        inputs: The slots that the caller fills, with the mesh of each.
+        outputs: The slots that the caller receives, with the mesh of each.
+        instructions: What runs, in order; a device skips what is not on its meshes.
+        texts: The printed global instructions, by index, for messages.
+        sources: The user's lines, by the same index.
+    """
+
+    devices: tuple[Device, ...]
+    num_slots: int
+    inputs: tuple[tuple[int, DeviceMesh], ...]
+    outputs: tuple[tuple[int, DeviceMesh], ...]
+    instructions: tuple[LocalInstruction, ...]
+    texts: tuple[str, ...]
+    sources: tuple[SourceLine | None, ...]
+    name: str = "program"
+
+    def __str__(self) -> str:
+        lines = [f"local {self.name} on {', '.join(map(str, self.devices))}:"]
+        lines += [f"  {_format_local(i)}" for i in self.instructions]
+        return "\n".join([*lines, f"  return {', '.join(f'%{s}' for s, _ in self.outputs)}"])
+
+
+class LocalContext:
+    """What a `Localize` function sees and writes: one `Apply`, its specs, and `emit`."""
+
+    def __init__(self, program: Program, origin: int, new_slot: Callable[[], int]) -> None:
+        instruction = program.instructions[origin]
+        assert isinstance(instruction, Apply)
+        self.op = instruction.op
+        self.args = instruction.args
+        self.kwargs = dict(instruction.kwargs)
+        self.mesh = instruction.mesh
+        self.outputs = instruction.outputs
+        self.emitted: list[LocalCall] = []
+        self._instruction = instruction
+        self._specs = program.specs
+        self._origin = origin
+        self._new_slot = new_slot
+
+    def spec(self, ref: Ref) -> Spec:
+        """Returns the spec of an operand."""
+        return self._specs[ref.id]
+
+    def output_spec(self, index: int = 0) -> Spec:
+        """Returns the spec of a result."""
+        value = self.outputs[index]
+        assert value is not None
+        return self._specs[value]
+
+    def per_device(self, value: Callable[[int], Any]) -> Any:
+        """Returns ``value(i)`` of each device as a table, or the value where all agree."""
+        values = [value(i) for i in range(len(self.mesh.devices))]
+        return values[0] if all(v == values[0] for v in values) else PerDevice(values)
+
+    def emit(
+        self,
+        op: torch._ops.OpOverload,
+        *args: Any,
+        outputs: Sequence[int | None] | None = None,
+        **kwargs: Any,
+    ) -> Ref:
+        """Adds a local operation; its result is a new slot, or `outputs` where given."""
+        slots = (self._new_slot(),) if outputs is None else tuple(outputs)
+        call = LocalCall(op, args, tuple(kwargs.items()), slots, self.mesh, self._origin)
+        self.emitted.append(call)
+        return Ref(next((s for s in slots if s is not None), -1))
+
+    def emit_default(self) -> None:
+        """Adds the operation itself, on the shards."""
+        i = self._instruction
+        self.emitted.append(
+            LocalCall(i.op, i.args, i.kwargs, i.outputs, i.mesh, self._origin, i.draws)
+        )
+
+
+def lower(program: Program) -> LocalProgram:
+    """Returns the local program of a global one."""
+    num_slots = len(program.specs)
+
+    def new_slot() -> int:
+        nonlocal num_slots
+        num_slots += 1
+        return num_slots - 1
+
+    local: list[LocalInstruction] = []
+    for origin, instruction in enumerate(program.instructions):
+        local += _lower_instruction(program, origin, instruction, new_slot)
+    return LocalProgram(
+        devices=_devices(program),
+        num_slots=num_slots,
+        inputs=tuple((v, program.specs[v].mesh) for v in program.inputs),
+        outputs=tuple((v, program.specs[v].mesh) for v in program.outputs),
+        instructions=_with_frees(local, program),
+        texts=tuple(format_instruction(i) for i in program.instructions),
+        sources=tuple(i.source for i in program.instructions),
+        name=program.name,
+    )
+
+
+def _lower_instruction(
+    program: Program, origin: int, instruction: Instruction, new_slot: Callable[[], int]
+) -> list[LocalInstruction]:
+    if not isinstance(instruction, Apply):
+        return [LocalStep(instruction.step, instruction.input, instruction.output, origin)]
+    context = LocalContext(program, origin, new_slot)
+    if instruction.localize is None:
+        context.emit_default()
+    else:
+        instruction.localize(context)
+    return list(context.emitted)
+
+
+def _devices(program: Program) -> tuple[Device, ...]:
+    values = {*program.inputs, *program.outputs}
+    values.update(v for i in program.instructions for v in (*i.inputs(), *i.results()))
+    meshes = dict.fromkeys(program.specs[v].mesh for v in sorted(values))
+    return tuple(dict.fromkeys(d for mesh in meshes for d in mesh.devices))
+
+
+def slots_read(instruction: LocalInstruction) -> tuple[int, ...]:
+    """Returns the slots that a local instruction reads."""
+    if isinstance(instruction, LocalStep):
+        return (instruction.input,)
+    state = () if instruction.draws is None else (instruction.draws[0],)
+    return (*(r.id for r in refs((instruction.args, instruction.kwargs))), *state)
+
+
+def slots_written(instruction: LocalInstruction) -> tuple[int, ...]:
+    """Returns the slots that a local instruction fills."""
+    if isinstance(instruction, LocalStep):
+        return (instruction.output,)
+    state = () if instruction.draws is None else (instruction.draws[1],)
+    return (*(s for s in instruction.outputs if s is not None), *state)
+
+
+def _with_frees(
+    instructions: list[LocalInstruction], program: Program
+) -> tuple[LocalInstruction, ...]:
+    kept = set(program.outputs)
+    freed: list[LocalInstruction] = []
+    for instruction in reversed(instructions):
+        touched = dict.fromkeys((*slots_read(instruction), *slots_written(instruction)))
+        last = tuple(s for s in touched if s not in kept)
+        kept.update(last)
+        freed.append(dataclasses.replace(instruction, frees=last))
+    return tuple(reversed(freed))
+
+
+def _format_local(instruction: LocalInstruction) -> str:
+    frees = f"  free {', '.join(f'%{s}' for s in instruction.frees)}" if instruction.frees else ""
+    if isinstance(instruction, LocalStep):
+        return f"%{instruction.output} = {instruction.step.kind.value}(%{instruction.input}){frees}"
+    arguments = [repr(a) for a in instruction.args]
+    arguments += [f"{k}={v!r}" for k, v in instruction.kwargs]
+    results = ", ".join("_" if s is None else f"%{s}" for s in instruction.outputs)
+    return f"{results} = {instruction.op}({', '.join(arguments)}){frees}"

@@ -1,0 +1,51 @@
+"""Scaled dot product attention over batch and heads."""
+
+from __future__ import annotations
+
+import torch
+
+from .sharding import Dims, OpCall, Sharding, rule
+
+aten = torch.ops.aten
+_QUERY = ("b", "h", "l", "e")
+_KEY = ("b", "h", "s", "e")
+_VALUE = ("b", "h", "s", "v")
+_WHOLE = frozenset({"l", "s", "e", "v"})
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu)
+def flash_attention_for_cpu(call: OpCall) -> Sharding:
+    """``b h l! e!, b h s! e!, b h s! v!, mask -> b h l! v!, b l! h`` (log-sum-exp)."""
+    inputs = (_QUERY, _KEY, _VALUE, *_mask(call, 3))
+    logsumexp = ("b", "l", "h") if _is_seq_major(call) else ("b", "h", "l")
+    return Sharding(inputs, (("b", "h", "l", "v"), logsumexp), whole=_with_unequal_heads(call))
+
+
+@rule(aten._scaled_dot_product_flash_attention_for_cpu_backward)
+def flash_attention_for_cpu_backward(call: OpCall) -> Sharding:
+    """The gradients of q, k and v."""
+    logsumexp = ("b", "l", "h") if _is_seq_major(call, 5) else ("b", "h", "l")
+    result = ("b", "h", "l", "v")
+    inputs = (result, _QUERY, _KEY, _VALUE, result, logsumexp, *_mask(call, 6))
+    return Sharding(inputs, (_QUERY, _KEY, _VALUE), whole=_with_unequal_heads(call, 1))
+
+
+def _is_seq_major(call: OpCall, place: int | None = None) -> bool:
+    query = call.tensors[0].shape
+    shape = call.results[1].shape if place is None else call.tensors[place].shape
+    return tuple(shape) == (query[0], query[2], query[1])
+
+
+def _with_unequal_heads(call: OpCall, first: int = 0) -> frozenset[str]:
+    """With fewer key heads than query heads, a device would need heads of another."""
+    query, key = call.tensors[first].shape, call.tensors[first + 1].shape
+    return _WHOLE | {"h"} if query[1] != key[1] else _WHOLE
+
+
+def _mask(call: OpCall, place: int) -> tuple[Dims, ...]:
+    """The mask's names, if there is one: broadcast from the right."""
+    if len(call.tensors) <= place:
+        return ()
+    shape = call.tensors[place].shape
+    names = ("b", "h", "l", "s")[4 - len(shape) :]
+    return (tuple(None if size == 1 else n for n, size in zip(names, shape, strict=True)),)

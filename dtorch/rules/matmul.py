@@ -1,0 +1,99 @@
+"""Matrix products: linear, matmul and its relatives, in one line each.
+
+`matmul` itself needs code because its arguments may have one dim (a vector) or many.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..lowering import LocalContext
+from ..ops import fold_mm
+from .sharding import Dims, OpCall, Sharding, notation, rule
+
+aten = torch.ops.aten
+_EACH = (frozenset({0}), frozenset({1}))
+_AFTER_ADDEND = (frozenset({1}), frozenset({2}))
+
+notation("... k, n k, +n -> ... n", aten.linear, linear=_EACH)
+notation("m k, k n -> m n", aten.mm, linear=_EACH)
+notation("b m k, b k n -> b m n", aten.bmm, linear=_EACH)
+notation("m k, k -> m", aten.mv, linear=_EACH)
+notation("k, k -> ", aten.dot, aten.vdot, linear=_EACH)
+notation("m, n -> m n", aten.outer, linear=_EACH)
+
+
+@rule(aten.matmul)
+def matmul(call: OpCall) -> Sharding:
+    """``... m k, ... k n -> ... m n``, where a vector lacks its m or n."""
+    a, b = (t.ndim for t in call.tensors)
+    batch = max(a, b) - 2
+    left = _with_batch(("k",) if a == 1 else ("m", "k"), call, 0, batch)
+    right = _with_batch(("k",) if b == 1 else ("k", "n"), call, 1, batch)
+    result = tuple(f"b{i}" for i in range(max(batch, 0)))
+    result += (("m",) if a > 1 else ()) + (("n",) if b > 1 else ())
+    return Sharding((left, right), (result,), reduce={"k": "sum"}, linear=_EACH)
+
+
+def _with_batch(matrix: Dims, call: OpCall, index: int, batch: int) -> Dims:
+    shape, other = call.tensors[index].shape, call.tensors[1 - index].shape
+    count = len(shape) - len(matrix)
+    names: list[str | None] = []
+    for i in range(count):
+        place = batch - count + i
+        across = len(other) - 2 - (count - i)
+        broadcast = shape[i] == 1 and across >= 0 and other[across] != 1
+        names.append(None if broadcast else f"b{place}")
+    return (*names, *matrix)
+
+
+@rule(aten.addmm)
+def addmm(call: OpCall) -> Sharding:
+    """``+(m n), m k, k n -> m n`` with the addend broadcast to the result."""
+    return _with_addend(call, ("m", "k"), ("k", "n"), ("m", "n"))
+
+
+@rule(aten.baddbmm)
+def baddbmm(call: OpCall) -> Sharding:
+    """``+(b m n), b m k, b k n -> b m n`` with the addend broadcast to the result."""
+    return _with_addend(call, ("b", "m", "k"), ("b", "k", "n"), ("b", "m", "n"))
+
+
+@rule(aten.addmv)
+def addmv(call: OpCall) -> Sharding:
+    """``+m, m k, k -> m``."""
+    return _with_addend(call, ("m", "k"), ("k",), ("m",))
+
+
+def _with_addend(call: OpCall, left: Dims, right: Dims, result: Dims) -> Sharding:
+    shape, full = call.tensors[0].shape, call.results[0].shape
+    offset = len(full) - len(shape)
+    addend = tuple(
+        None if size == 1 and full[i + offset] != 1 else result[i + offset]
+        for i, size in enumerate(shape)
+    )
+    return Sharding(
+        (addend, left, right),
+        (result,),
+        reduce={"k": "sum"},
+        additive=frozenset({0}),
+        linear=_AFTER_ADDEND,
+    )
+
+
+def _fold_locally(context: LocalContext) -> None:
+    """Flattens each shard, then multiplies."""
+    flat = []
+    for argument in context.args:
+        shapes = context.spec(argument).local_shapes
+        size = context.per_device(
+            lambda i, shapes=shapes: (math.prod(shapes[i][:-1]), shapes[i][-1])
+        )
+        flat.append(context.emit(aten.reshape.default, argument, size))
+    left = context.emit(aten.t.default, flat[0])
+    context.emit(aten.mm.default, left, flat[1], outputs=context.outputs)
+
+
+notation("... m, ... k -> m k", fold_mm, linear=_EACH, localize=_fold_locally)

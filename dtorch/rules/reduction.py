@@ -1,0 +1,125 @@
+"""Reductions over dims: a split reduced dim leaves the result `Partial`.
+
+Code instead of notation, because the reduced dims are an argument. `mean` over pieces of
+unequal size is not the mean of their means, so there the dim must split evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .sharding import LINEAR, Dims, OpCall, Sharding, dim_names, rule
+
+aten = torch.ops.aten
+
+_REDUCE = {
+    aten.sum: "sum",
+    aten.mean: "avg",
+    aten.amax: "max",
+    aten.amin: "min",
+    aten.any: "max",
+    aten.all: "min",
+}
+_WHOLE = (
+    aten.prod,
+    aten.argmax,
+    aten.argmin,
+    aten.max,
+    aten.min,
+    aten.var,
+    aten.std,
+    aten.var_mean,
+    aten.std_mean,
+    aten.logsumexp,
+    aten.linalg_vector_norm,
+    aten.norm,
+    aten.median,
+    aten.nanmedian,
+    aten.mode,
+    aten.kthvalue,
+    aten.nansum,
+    aten.count_nonzero,
+)
+_ALONG = (
+    aten.softmax,
+    aten._softmax,
+    aten.log_softmax,
+    aten._log_softmax,
+    aten.cumsum,
+    aten.cumprod,
+    aten.cummax,
+    aten.cummin,
+    aten.logcumsumexp,
+    aten.sort,
+    aten.argsort,
+    aten.flip,
+    aten.roll,
+)
+
+
+@rule(*_REDUCE)
+def reduction(call: OpCall) -> Sharding:
+    """Reductions that combine across devices by sum, avg, max or min."""
+    op = _REDUCE[call.op.overloadpacket]
+    names, reduced = _reduced(call)
+    linear = op in LINEAR and call.results[0].dtype == call.tensors[0].dtype
+    ops = LINEAR if linear else (op,)
+    empty_reduction = any(call.tensors[0].shape[d] == 0 for d in _dims(call))
+    return Sharding(
+        (names,),
+        (_kept(call, names, reduced),),
+        reduce=dict.fromkeys(reduced, op),
+        even=frozenset(reduced) if op in ("avg", "max", "min") else frozenset(),
+        whole=frozenset(reduced) if empty_reduction else frozenset(),
+        linear=(frozenset({0}),) if linear or op in ("max", "min") else (),
+        partial_ops=ops,
+    )
+
+
+@rule(*_WHOLE)
+def whole_reduction(call: OpCall) -> Sharding:
+    """Reductions whose reduced dims must be whole; the other dims stay sharded."""
+    names, reduced = _reduced(call)
+    if len(call.tensors) != 1:
+        from_pairs = tuple((None,) * t.ndim for t in call.tensors)
+        return Sharding(from_pairs, tuple((None,) * len(m.shape) for m in call.results))
+    outputs = tuple(_kept(call, names, reduced) for _ in call.results)
+    return Sharding((names,), outputs, whole=frozenset(reduced))
+
+
+@rule(*_ALONG)
+def along_dim(call: OpCall) -> Sharding:
+    """Operations along dims that keep the shape: those dims must be whole."""
+    names, along = _reduced(call)
+    return Sharding((names,), (names,) * len(call.results), whole=frozenset(along))
+
+
+@rule(aten._softmax_backward_data, aten._log_softmax_backward_data)
+def softmax_backward(call: OpCall) -> Sharding:
+    """The gradients of softmax: the dim must be whole."""
+    names = dim_names(call.tensors[0].shape)
+    along = frozenset({names[call["dim"]]} if names else ())
+    return Sharding((names, names), (names,), whole=along)
+
+
+def _dims(call: OpCall) -> tuple[int, ...]:
+    """The dims that a call reduces or works along, non-negative; all of them if it names none."""
+    ndim = call.tensors[0].ndim
+    given = call.arguments.get("dim", call.arguments.get("dims"))
+    if given is None or (isinstance(given, Sequence) and not given):
+        return tuple(range(ndim))
+    dims = given if isinstance(given, Sequence) else (given,)
+    return tuple(d % ndim for d in dims) if ndim else ()
+
+
+def _reduced(call: OpCall) -> tuple[Dims, list[str]]:
+    names = dim_names(call.tensors[0].shape)
+    return names, [f"d{d}" for d in _dims(call)]
+
+
+def _kept(call: OpCall, names: Dims, reduced: Sequence[str]) -> Dims:
+    if len(call.results[0].shape) == len(names):
+        return tuple(None if n in reduced else n for n in names)
+    return tuple(n for n in names if n not in reduced)

@@ -1,0 +1,407 @@
+"""The portable executor: runs a local program on one device, instruction by instruction.
+
+Takes a `LocalProgram` and a `Call` (one submission of it); fills the call's output handles of
+one device. A failing instruction does not stop the program: its results become `Failure`s,
+which pass through everything that depends on them, so a device always takes part in the
+collectives that its peers wait in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ShutdownError
+from ..lowering import LocalCall, LocalInstruction, LocalProgram, LocalStep, PerDevice
+from ..mesh import Device, DeviceMesh
+from ..program import Ref, ScalarRef, SourceLine
+from ..redistribution import Collective, Step
+from . import collectives
+from .collectives import Exchange
+from .future import Borrowed, Failure, Handle
+
+
+class Executable:
+    """A local program, and how each device runs it (bound at its first run there)."""
+
+    __slots__ = ("_bound", "program")
+
+    def __init__(self, program: LocalProgram) -> None:
+        self.program = program
+        self._bound: dict[Device, _Bound] = {}
+
+    def bound(self, device: Device) -> _Bound:
+        """Returns what the device runs; called by the device's worker alone."""
+        bound = self._bound.get(device)
+        if bound is None:
+            bound = self._bound[device] = _bind(self.program, device)
+        return bound
+
+
+class Call:
+    """One submission of an executable, shared by the workers that run it.
+
+    Args:
+        executable: What runs.
+        inputs: For each input, the handles on the devices of its mesh, in the mesh's order.
+        outputs: For each output, the handles to fill, likewise.
+        scalars: The run-time scalars.
+        num_threads: Intra-operation threads for each worker.
+        site: The user's line that made the call.
+    """
+
+    __slots__ = (
+        "_exchanges",
+        "_lock",
+        "executable",
+        "inputs",
+        "num_threads",
+        "outputs",
+        "scalars",
+        "site",
+    )
+
+    def __init__(
+        self,
+        executable: Executable,
+        inputs: Sequence[Sequence[Handle | Borrowed]],
+        outputs: Sequence[Sequence[Handle]],
+        scalars: Sequence[Any],
+        num_threads: int,
+        site: SourceLine | None,
+    ) -> None:
+        self.executable = executable
+        self.inputs = inputs
+        self.outputs = outputs
+        self.scalars = scalars
+        self.num_threads = num_threads
+        self.site = site
+        self._exchanges: dict[Any, list[Any]] = {}
+        self._lock = threading.Lock()
+
+    def exchange(self, key: Any, size: int, visits: int) -> Exchange:
+        """Returns the meeting of that name, which `visits` devices ask for once each."""
+        with self._lock:
+            entry = self._exchanges.get(key)
+            if entry is None:
+                entry = self._exchanges[key] = [Exchange(size), visits]
+            entry[1] -= 1
+            if entry[1] == 0:
+                del self._exchanges[key]
+            return entry[0]
+
+
+class DeviceState:
+    """What one worker keeps between programs: its device, a generator, the stop signal."""
+
+    def __init__(self, device: Device, stopping: threading.Event) -> None:
+        self.device = device
+        self.stopping = stopping
+        self._generator: torch.Generator | None = None
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Returns the worker's own generator, whose state each random instruction sets."""
+        if self._generator is None:
+            self._generator = torch.Generator(device)
+        return self._generator
+
+
+class _Frame:
+    """One run of a program on one device: its slots."""
+
+    __slots__ = ("call", "poisoned", "slots", "state")
+
+    def __init__(self, call: Call, slots: list[Any], state: DeviceState) -> None:
+        self.call = call
+        self.slots = slots
+        self.state = state
+        self.poisoned = False
+
+    def store(self, slot: int, value: Any) -> None:
+        if type(value) is Failure:
+            self.poisoned = True
+        self.slots[slot] = value
+
+
+Action = Callable[[_Frame], None]
+
+
+class _Bound(NamedTuple):
+    """A local program as one device runs it."""
+
+    inputs: tuple[tuple[int, int, int], ...]
+    actions: tuple[Action, ...]
+    outputs: tuple[tuple[int, int, int], ...]
+
+
+def run(call: Call, state: DeviceState) -> None:
+    """Runs a call on one device and fills its output handles there. Never raises."""
+    bound = call.executable.bound(state.device)
+    frame = _Frame(call, [None] * call.executable.program.num_slots, state)
+    for slot, number, index in bound.inputs:
+        frame.store(slot, call.inputs[number][index].value)
+    for action in bound.actions:
+        action(frame)
+    for slot, number, index in bound.outputs:
+        call.outputs[number][index].set(frame.slots[slot])
+
+
+def _bind(program: LocalProgram, device: Device) -> _Bound:
+    def places(
+        values: Sequence[tuple[int, DeviceMesh]],
+    ) -> tuple[tuple[int, int, int], ...]:
+        return tuple(
+            (slot, number, mesh.devices.index(device))
+            for number, (slot, mesh) in enumerate(values)
+            if device in mesh.devices
+        )
+
+    actions = [
+        action
+        for number, instruction in enumerate(program.instructions)
+        for action in _actions(program, number, instruction, device)
+    ]
+    return _Bound(places(program.inputs), tuple(actions), places(program.outputs))
+
+
+def _actions(
+    program: LocalProgram, number: int, instruction: LocalInstruction, device: Device
+) -> list[Action]:
+    if isinstance(instruction, LocalCall):
+        if device not in instruction.mesh.devices:
+            return []
+        return [_call_action(program, instruction, instruction.mesh.devices.index(device))]
+    source, target = instruction.meshes
+    if device not in source.devices and device not in target.devices:
+        return []
+    return [_step_action(program, number, instruction, device)]
+
+
+# -- operations ----------------------------------------------------------------------------
+
+
+def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
+    """Binds an operation to a device: what is left to run time is filling in slots."""
+    args = [_resolve(a, index) for a in call.args]
+    kwargs = {k: _resolve(v, index) for k, v in call.kwargs}
+    holes = [(args, i, fill) for i, a in enumerate(args) if (fill := _filler(a)) is not None]
+    named = [(k, fill) for k, v in kwargs.items() if (fill := _filler(v)) is not None]
+    positions = [(i, fill) for _, i, fill in holes]
+    op, outputs, frees, draws = call.op._op, call.outputs, call.frees, call.draws
+    single = len(outputs) == 1 and not _returns_list(call.op)
+    device = call.mesh.torch_device(index)
+    reads = tuple(s for s in collect_slots((args, list(kwargs.values()))))
+    results = tuple(s for s in outputs if s is not None)
+    if draws is not None:
+        reads, results = (*reads, draws[0]), (*results, draws[1])
+
+    def action(frame: _Frame) -> None:
+        slots = frame.slots
+        if frame.poisoned:
+            failed = next((slots[s] for s in reads if type(slots[s]) is Failure), None)
+            if failed is not None:
+                for s in results:
+                    slots[s] = failed
+                if draws is not None:
+                    slots[draws[1]] = slots[draws[0]]
+                _free(slots, frees)
+                return
+        try:
+            values = args.copy()
+            for i, fill in positions:
+                values[i] = fill(frame)
+            named_values = kwargs
+            if named or draws is not None:
+                named_values = kwargs | {k: fill(frame) for k, fill in named}
+            if draws is not None:
+                generator = frame.state.generator(device)
+                generator.set_state(slots[draws[0]].clone())
+                out = op(*values, **named_values, generator=generator)
+                slots[draws[1]] = generator.get_state()
+            else:
+                out = op(*values, **named_values)
+            if single:
+                if outputs[0] is not None:
+                    slots[outputs[0]] = out
+            else:
+                for s, value in zip(outputs, out, strict=True):
+                    if s is not None:
+                        slots[s] = value
+        except Exception as error:
+            failure = _failure(program, call.origin, frame, error)
+            for s in results:
+                frame.store(s, failure)
+            if draws is not None:
+                # A draw that failed drew nothing: the generator goes on from where it was.
+                slots[draws[1]] = slots[draws[0]]
+        _free(slots, frees)
+
+    return action
+
+
+def _free(slots: list[Any], frees: tuple[int, ...]) -> None:
+    for s in frees:
+        slots[s] = None
+
+
+def _returns_list(op: torch._ops.OpOverload) -> bool:
+    returns = op._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
+
+
+def _resolve(value: Any, index: int) -> Any:
+    """Replaces `PerDevice` tables by the device's own entry."""
+    if type(value) is PerDevice:
+        return value[index]
+    if type(value) in (tuple, list):
+        return [_resolve(v, index) for v in value]
+    return value
+
+
+def _filler(value: Any) -> Callable[[_Frame], Any] | None:
+    if type(value) is Ref:
+        slot = value.id
+        return lambda frame: frame.slots[slot]
+    if type(value) is ScalarRef:
+        number = value.number
+        return lambda frame: frame.call.scalars[number]
+    if type(value) is list:
+        fillers = [_filler(v) for v in value]
+        if any(f is not None for f in fillers):
+            pairs = list(zip(value, fillers, strict=True))
+            return lambda frame: [v if f is None else f(frame) for v, f in pairs]
+    return None
+
+
+def collect_slots(tree: Any) -> list[int]:
+    """Returns the slots that bound arguments read."""
+    if type(tree) is Ref:
+        return [tree.id]
+    if type(tree) in (list, tuple) and type(tree) is not ScalarRef:
+        return [s for item in tree for s in collect_slots(item)]
+    return []
+
+
+def _failure(program: LocalProgram, origin: int, frame: _Frame, error: Exception) -> Failure:
+    instruction, source = program.texts[origin], program.sources[origin]
+    lines = [f"{type(error).__name__} on {frame.state.device}: {error}"]
+    lines.append(f"  instruction  {instruction}")
+    if source is not None:
+        lines.append(f"  written at   {source}")
+    if frame.call.site is not None and frame.call.site != source:
+        lines.append(f"  called at    {frame.call.site}")
+    lines.append("  Every value that depends on it is lost; the workers go on.")
+    return Failure("\n".join(lines), error)
+
+
+# -- redistribution ------------------------------------------------------------------------
+
+
+def _step_action(
+    program: LocalProgram, number: int, instruction: LocalStep, device: Device
+) -> Action:
+    step = instruction.step
+    if step.kind.is_local:
+        work = _local_work(step, instruction, step.source.mesh.devices.index(device))
+    elif step.kind is Collective.TRANSFER:
+        work = _transfer_work(step, number, instruction, device)
+    else:
+        work = _collective_work(step, number, instruction, step.source.mesh.devices.index(device))
+
+    def action(frame: _Frame) -> None:
+        try:
+            work(frame)
+        except Exception as error:
+            frame.store(instruction.output, _failure(program, instruction.origin, frame, error))
+        _free(frame.slots, instruction.frees)
+
+    return action
+
+
+def _local_work(step: Step, instruction: LocalStep, index: int) -> Action:
+    def work(frame: _Frame) -> None:
+        part = frame.slots[instruction.input]
+        failed = type(part) is Failure
+        frame.slots[instruction.output] = (
+            part if failed else collectives.run_local(step, index, part)
+        )
+
+    return work
+
+
+def _collective_work(step: Step, number: int, instruction: LocalStep, index: int) -> Action:
+    members = collectives.senders_and_groups(step)[index]
+    member, size = members.index(index), len(members)
+    num_rounds = collectives.num_rounds(step, index)
+
+    def work(frame: _Frame) -> None:
+        num_met = 0
+
+        def meet(part: Any) -> Exchange:
+            nonlocal num_met
+            key = (number, members[0], num_met)
+            num_met += 1
+            exchange = frame.call.exchange(key, size, size)
+            exchange.post(member, part)
+            return exchange
+
+        def gather(part: Any) -> list[Any] | Failure:
+            exchange = meet(part)
+            if not exchange.wait(frame.state.stopping):
+                return stopped_failure()
+            return next((p for p in exchange.parts if type(p) is Failure), exchange.parts)
+
+        part = frame.slots[instruction.input]
+        if type(part) is Failure:
+            # Peers that see a failure in the first round do not start a second one.
+            meet(part)
+            frame.store(instruction.output, part)
+            return
+        try:
+            result = collectives.run_collective(step, index, _plain(part), gather)
+        except Exception as error:
+            failure = _failure(program_of(frame), instruction.origin, frame, error)
+            while num_met < num_rounds:
+                meet(failure)
+            result = failure
+        frame.store(instruction.output, result)
+
+    return work
+
+
+def program_of(frame: _Frame) -> LocalProgram:
+    """Returns the program that a frame runs."""
+    return frame.call.executable.program
+
+
+def _plain(part: torch.Tensor) -> torch.Tensor:
+    return part.resolve_conj().resolve_neg()
+
+
+def _transfer_work(step: Step, number: int, instruction: LocalStep, device: Device) -> Action:
+    source, target = step.source.mesh, step.target.mesh
+    sender = source.devices.index(device) if device in source.devices else None
+    receiver = target.devices.index(device) if device in target.devices else None
+    visits = len({*source.devices, *target.devices})
+    size = len(source.devices)
+
+    def work(frame: _Frame) -> None:
+        exchange = frame.call.exchange((number, "transfer"), size, visits)
+        if sender is not None:
+            part = frame.slots[instruction.input]
+            exchange.post(sender, part if type(part) is Failure else _plain(part))
+        if receiver is not None:
+            arrived = exchange.wait(frame.state.stopping)
+            parts = exchange.parts if arrived else [stopped_failure()] * size
+            frame.store(instruction.output, collectives.run_transfer(step, receiver, parts))
+
+    return work
+
+
+def stopped_failure() -> Failure:
+    """Returns the failure of values that were pending when the workers were stopped."""
+    message = "the dtorch workers were stopped before this value was computed."
+    return Failure(message, ShutdownError(message))

@@ -1,0 +1,43 @@
+"""Which line of the user's code is running: the innermost frame outside of the libraries."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import CodeType
+
+import optree
+import torch
+
+from .program import SourceLine
+
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(file)) + os.sep
+    for file in (__file__, torch.__file__ or "", optree.__file__ or "", os.__file__)
+)
+_is_library: dict[CodeType, bool] = {}
+
+
+def user_line() -> SourceLine | None:
+    """Returns the innermost line that is not in dtorch, torch, optree or the standard library."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        hidden = _is_library.get(code)
+        if hidden is None:
+            hidden = _is_library[code] = _in_library(code.co_filename)
+        if not hidden:
+            return SourceLine(code.co_filename, frame.f_lineno, code.co_name)
+        frame = frame.f_back
+    return None
+
+
+def _in_library(file: str) -> bool:
+    if file.startswith("<"):
+        return file != "<stdin>" and not file.startswith("<ipython")
+    inside = any(file.startswith(folder) for folder in _LIBRARIES)
+    return inside and ("site-packages" not in file or _is_ours(file))
+
+
+def _is_ours(file: str) -> bool:
+    return any(file.startswith(folder) for folder in _LIBRARIES[:3])

@@ -1,0 +1,609 @@
+"""Transformations of functions: `jit`, `grad`, `value_and_grad`, `eval_shape`.
+
+`jit` widens the unit that becomes a program from one call to a whole function. A jitted call
+whose arguments require grad is one autograd node: its backward is a second program, traced
+together with the first.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import numpy
+import torch
+
+from . import trace
+from .dispatch import (
+    Arguments,
+    Cache,
+    CacheInfo,
+    Compiled,
+    compile_call,
+    compiled_from,
+    ending,
+    lookup,
+    modes,
+    submit_program,
+    symbolic_leaves,
+)
+from .errors import TraceError
+from .lowering import lower
+from .placement import Placements, Replicate
+from .program import Program
+from .runtime import Executable
+from .spec import Spec
+from .tensor import Tensor
+from .trace import Source, SymbolicTensor, Tracer
+from .tree import flatten, leaf_path, map_leaves, unflatten
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_ACCEPTED = (torch.Tensor, torch.Generator)
+
+
+class Static:
+    """A static argument: a part of the key."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Static):
+            return False
+        return type(self.value) is type(other.value) and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
+
+
+_caches: weakref.WeakKeyDictionary[Any, dict[Hashable, Cache]] = weakref.WeakKeyDictionary()
+_caches_lock = threading.Lock()
+
+
+def _cache_of(function: Callable[..., Any], options: Hashable, capacity: int) -> Cache:
+    """The cache that every `jit` of one function with the same options shares."""
+    try:
+        with _caches_lock:
+            return _caches.setdefault(function, {}).setdefault(options, Cache(capacity))
+    except TypeError:  # not hashable, or no weak references to it
+        return Cache(capacity)
+
+
+class JitFunction(Generic[_P, _R]):
+    """A function that runs as one program; made by `jit`."""
+
+    def __init__(
+        self,
+        function: Callable[_P, _R],
+        static_argnums: Iterable[int],
+        static_argnames: Iterable[str],
+        donate_argnums: Iterable[int],
+        maxsize: int,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._static_argnums = frozenset(static_argnums)
+        self._static_argnames = frozenset(static_argnames)
+        self._donated = frozenset(donate_argnums)
+        options = (self._static_argnums, self._static_argnames, self._donated, maxsize)
+        self._cache = _cache_of(function, options, maxsize)
+        self._modules: list[weakref.ref[torch.nn.Module]] = []
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Runs the function on the arguments, traced once for each kind of them.
+
+        Blocking: on the first call with a new key, while tracing; never for the values.
+        """
+        if trace.current() is not None:
+            return self._function(*args, **kwargs)
+        leaves, treespec, arguments = self._prepare(args, kwargs)
+        if torch.is_grad_enabled() and any(
+            isinstance(a, torch.Tensor) and a.requires_grad for a in leaves
+        ):
+            entry = self._entry("grad", arguments, treespec)
+            results = entry.run(arguments.leaves)
+        else:
+            entry = self._entry("plain", arguments, treespec)
+            results = entry.run(arguments.leaves, check_aliases=True)
+        self._give_away(args, results)
+        return unflatten(entry.treespec, results)
+
+    def program(self, *args: _P.args, **kwargs: _P.kwargs) -> Program:
+        """Returns the program that a call with these arguments runs; runs nothing."""
+        _, treespec, arguments = self._prepare(args, kwargs)
+        return self._entry("plain", arguments, treespec).program
+
+    def cache_info(self) -> CacheInfo:
+        """Returns how many calls were served from the cache, and how often it was traced."""
+        return self._cache.info()
+
+    def cache_clear(self) -> None:
+        """Forgets every traced program."""
+        self._cache.clear()
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"dtorch.jit({getattr(self._function, '__name__', self._function)!s})"
+
+    def _prepare(self, args: Any, kwargs: Any) -> tuple[list[Any], Any, Arguments]:
+        tree = self._with_static(args, kwargs)
+        leaves, treespec = flatten(tree)
+        _check_leaves(tree, leaves)
+        return leaves, treespec, Arguments(leaves, (float,), None)
+
+    def _with_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._static_argnums and not self._static_argnames:
+            return args, kwargs
+        names = self._static_argnames | self._names_of(self._static_argnums, len(args))
+        numbers = self._static_argnums | self._numbers_of(self._static_argnames)
+        fixed = tuple(_static(a, str(i)) if i in numbers else a for i, a in enumerate(args))
+        return fixed, {k: _static(v, k) if k in names else v for k, v in kwargs.items()}
+
+    @functools.cached_property
+    def _parameters(self) -> list[str]:
+        try:
+            return list(inspect.signature(self._function).parameters)
+        except (TypeError, ValueError):
+            return []
+
+    def _names_of(self, numbers: frozenset[int], count: int) -> frozenset[str]:
+        names = self._parameters
+        return frozenset(names[i] for i in numbers if count <= i < len(names))
+
+    def _numbers_of(self, names: frozenset[str]) -> frozenset[int]:
+        return frozenset(i for i, n in enumerate(self._parameters) if n in names)
+
+    def _entry(self, kind: str, arguments: Arguments, treespec: Any) -> Any:
+        wants = _wants_grad(arguments) if kind == "grad" else ()
+        key = (kind, wants, treespec, arguments.key, modes(), self._training())
+
+        def build(static: set[int]) -> tuple[Any, set[int]]:
+            with _ModulesSeen(self._modules):
+                if kind == "grad":
+                    built = _compile_with_grad(self._call, arguments, treespec, static, wants)
+                else:
+                    name = getattr(self._function, "__name__", "program")
+                    built = compile_call(self._call, arguments, treespec, static, name)
+            return built
+
+        before = self._training()
+        entry = lookup(self._cache, key, arguments, build)
+        after = self._training()
+        if before != after:
+            self._cache.rename(key, (*key[:-1], after))
+        return entry
+
+    def _training(self) -> Hashable:
+        """The training flags of the modules that the function has been seen to call."""
+        return tuple(m.training for r in self._modules if (m := r()) is not None)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _without_static(args), {k: _plain(v) for k, v in kwargs.items()}
+        return self._function(*args, **kwargs)
+
+    def _give_away(self, args: tuple[Any, ...], results: Sequence[Any]) -> None:
+        returned = {id(r) for r in results}
+        for number in self._donated:
+            if number < len(args):
+                for leaf in flatten(args[number])[0]:
+                    if type(leaf) is Tensor and id(leaf) not in returned:
+                        leaf._donate()
+
+
+def _without_static(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_plain(a) for a in args)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if type(value) is Static else value
+
+
+def _static(value: Any, name: str) -> Static:
+    try:
+        hash(value)
+    except TypeError:
+        raise TraceError(
+            f"the static argument {name} is an unhashable {type(value).__name__}.\n"
+            "  Fix: pass a tuple or a frozen dataclass, or do not declare it static."
+        ) from None
+    return Static(value)
+
+
+_STATIC_LEAVES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+    type(Ellipsis),
+    Static,
+)
+
+
+def _check_leaves(tree: Any, leaves: list[Any]) -> None:
+    import_error = "pass tensors, numbers, strings and containers of them, or declare it static"
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, (*_ACCEPTED, *_STATIC_LEAVES)) or _is_value(leaf):
+            continue
+        args, path = "args", leaf_path(tree, number)
+        raise TraceError(
+            f"a jitted function cannot take {type(leaf).__name__} {leaf!r} at {args}{path}.\n"
+            f"  Fix: {import_error} (static_argnums, static_argnames)."
+        )
+
+
+def _is_value(leaf: Any) -> bool:
+    """Whether a leaf is an array, or one of dtorch's own frozen values or an enum."""
+    kind = type(leaf)
+    known = kind.__module__.startswith("dtorch.") or issubclass(kind, (enum.Enum, numpy.ndarray))
+    return known
+
+
+class _ModulesSeen:
+    """Collects the modules that are called while it is active."""
+
+    def __init__(self, into: list[weakref.ref[torch.nn.Module]]) -> None:
+        self._into = into
+        self._known = {id(m) for r in into if (m := r()) is not None}
+
+    def __enter__(self) -> None:
+        register = torch.nn.modules.module.register_module_forward_pre_hook
+        self._hook = register(self._see)
+
+    def __exit__(self, *error: Any) -> None:
+        self._hook.remove()
+
+    def _see(self, module: torch.nn.Module, args: Any) -> None:
+        if id(module) not in self._known:
+            self._known.add(id(module))
+            self._into.append(weakref.ref(module))
+
+
+@overload
+def jit(
+    function: Callable[_P, _R],
+    *,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    maxsize: int = 256,
+) -> JitFunction[_P, _R]: ...
+
+
+@overload
+def jit(
+    function: None = None,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    maxsize: int = 256,
+) -> Callable[[Callable[_P, _R]], JitFunction[_P, _R]]: ...
+
+
+def jit(
+    function: Callable[..., Any] | None = None,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    maxsize: int = 256,
+) -> Any:
+    """Returns a function that runs as one program, traced at its first call.
+
+    The function should be pure: it is run once on symbolic tensors for each new kind of
+    arguments (their structure, shapes, dtypes and layouts, and the values of all that is not a
+    tensor or a float). Floats are run-time values unless the function reads them. In-place
+    calls on arguments and on captured distributed tensors take effect as without `jit`.
+
+    Args:
+        function: The function; without it, a decorator is returned.
+        static_argnums: Positions of arguments that are part of the key, whatever they are.
+        static_argnames: Names of such arguments.
+        donate_argnums: Positions of arguments whose tensors the call may consume: they must
+            not be used again.
+        maxsize: How many programs are kept.
+
+    Raises:
+        TraceError: At the call: an argument is no tensor, number, string or container of them.
+        DataDependentError: At the call: Python control flow needs a tensor's value.
+
+    Source: `jax.jit`; functionalised mutation as in `torch.compile`.
+
+    Example:
+        >>> f = jit(lambda x, y: x @ y)
+        >>> f(torch.ones(2, 3), torch.ones(3, 2)).shape
+        torch.Size([2, 2])
+    """
+
+    def numbers(value: int | Sequence[int]) -> tuple[int, ...]:
+        return (value,) if isinstance(value, int) else tuple(value)
+
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+
+    def wrap(f: Callable[_P, _R]) -> JitFunction[_P, _R]:
+        return JitFunction(f, numbers(static_argnums), names, numbers(donate_argnums), maxsize)
+
+    return wrap if function is None else wrap(function)
+
+
+# -- a jitted call as one autograd node ------------------------------------------------------
+
+
+def _wants_grad(arguments: Arguments) -> tuple[int, ...]:
+    return tuple(i for i in arguments.tensors if arguments.leaves[i].requires_grad)
+
+
+class _Differentiable:
+    """A jitted call whose arguments require grad: a forward and a backward program."""
+
+    def __init__(
+        self,
+        forward: Compiled,
+        backward: Executable,
+        program: Program,
+        wants: tuple[int, ...],
+        differentiable: tuple[int, ...],
+        grads_of: tuple[int, ...],
+    ) -> None:
+        self.forward = forward
+        self.backward = backward
+        self.program = program
+        self.wants = wants
+        self.differentiable = differentiable
+        self.grads_of = grads_of
+        self.treespec = forward.treespec
+
+    def run(self, leaves: list[Any]) -> list[Any]:
+        """Runs the forward program as an autograd node; returns the result's leaves."""
+        inputs = [leaves[i] for i in self.wants]
+        rest: list[Any] = []
+        outs = _Node.apply(self, leaves, rest, *inputs)
+        results = list(rest)
+        for place, out in zip(self.differentiable, outs or (), strict=True):
+            results[place] = out
+        return results
+
+    def gradients(self, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """Runs the backward program; returns the gradient of each input, None for no effect."""
+        specs = [self.program.specs[v] for v in self.program.inputs[len(saved) :]]
+        grads = [g.redistribute(s.mesh, s.placements) for g, s in zip(grads, specs, strict=True)]
+        values = run_program(self.program, self.backward, [*saved, *grads])
+        return [None if i < 0 else values[i] for i in self.grads_of]
+
+
+def run_program(program: Program, executable: Executable, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Submits a program on tensors in its own layouts, and returns its outputs."""
+    return submit_program(program, executable, [t._handles for t in inputs], ())
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Any, leaves: Any, rest: Any, *inputs: Any) -> Any:
+        results = call.forward.run(leaves, check_aliases=True)
+        count = len(call.forward.outputs)
+        ctx.call = call
+        ctx.save_for_backward(*results[count:])
+        rest.extend(results[:count])
+        return tuple(results[i] for i in call.differentiable)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, None, *ctx.call.gradients(ctx.saved_tensors, grads)
+
+
+def _compile_with_grad(
+    function: Callable[..., Any],
+    arguments: Arguments,
+    treespec: Any,
+    static: set[int],
+    wants: tuple[int, ...],
+) -> tuple[_Differentiable, set[int]]:
+    tracer = Tracer(arguments.mesh, with_autograd=True)
+    builder = tracer.builder
+    with tracer.active():
+        leaves = symbolic_leaves(tracer, arguments, static)
+        sources = [leaves[i].requires_grad_() for i in wants]
+        args, kwargs = unflatten(treespec, leaves)
+        found, result_tree = flatten(function(*args, **kwargs))
+        places = tuple(i for i, o in enumerate(found) if _is_differentiable(o, sources))
+        end = ending(tracer, found)
+        boundary = len(builder)
+        outs = [found[i] for i in places]
+        grads_out = [builder.add_input(_grad_spec(o._spec)) for o in outs]
+        tracer.sources += [Source("leaf", -1)] * len(grads_out)
+        grads = _backward(tracer, outs, sources, grads_out)
+        later: list[int] = []
+        grads_of = tuple(
+            -1 if g is None else _grad_output(tracer, g, s._spec, later)
+            for g, s in zip(grads, sources, strict=True)
+        )
+        before, after, saved = builder.finish_apart(boundary, end.values, later, grads_out)
+        extra = tuple(range(len(end.values), len(end.values) + len(saved)))
+        forward = compiled_from(tracer, before, end, result_tree, extra)
+    backward = Executable(lower(after))
+    call = _Differentiable(forward, backward, after, wants, places, grads_of)
+    return call, tracer.reads | static
+
+
+def _is_differentiable(out: Any, sources: Sequence[Any]) -> bool:
+    fresh = isinstance(out, SymbolicTensor) and not any(out is s for s in sources)
+    return fresh and out.requires_grad
+
+
+def _grad_spec(spec: Spec) -> Spec:
+    return spec.with_placements(_complete(spec.placements))
+
+
+def _complete(placements: Sequence[Any]) -> Placements:
+    """The layout of a gradient: that of what it belongs to, complete where that is partial."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+def _backward(
+    tracer: Tracer, outs: list[Any], sources: list[Any], grads_out: list[int]
+) -> Sequence[Any]:
+    if not outs:
+        return [None] * len(sources)
+    given = [tracer.wrap(v) for v in grads_out]
+    return torch.autograd.grad(outs, sources, given, allow_unused=True)
+
+
+def _grad_output(tracer: Tracer, grad: Any, spec: Spec, later: list[int]) -> int:
+    value = tracer.read(tracer.lift(grad))
+    later.append(tracer.builder.move(value, spec.mesh, _complete(spec.placements)))
+    return len(later) - 1
+
+
+# -- grad ------------------------------------------------------------------------------------
+
+
+def value_and_grad(
+    function: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Returns a function that computes a scalar function's value and its gradient.
+
+    Args:
+        function: Returns a scalar tensor, or a pair of it and anything else (`has_aux`).
+        argnums: The argument, or arguments, to differentiate by: pytrees of floating tensors.
+        has_aux: Whether `function` returns such a pair.
+
+    Returns:
+        A function with the same arguments that returns ``(value, gradient)``, or
+        ``((value, aux), gradient)``. The gradient has the structure of the argument (a tuple
+        of them for a sequence of argnums), each leaf in the layout of what it belongs to.
+
+    Raises:
+        TypeError: At the call: a leaf is not a floating tensor, or the value is not a scalar
+            tensor.
+
+    Source: `jax.value_and_grad`; the derivatives are PyTorch's autograd's.
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(function)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        chosen = tuple(args[i] for i in numbers)
+        leaves, treespec = flatten(chosen)
+        _check_floating(chosen, leaves)
+        outer = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+        fresh = [_tracked(leaf, outer) for leaf in leaves]
+        replaced = dict(zip(numbers, unflatten(treespec, fresh), strict=True))
+        with torch.enable_grad():
+            out = function(*(replaced.get(i, a) for i, a in enumerate(args)), **kwargs)
+            value, aux = out if has_aux else (out, None)
+            _check_scalar(value)
+            grads = torch.autograd.grad(value, fresh, create_graph=outer, allow_unused=True)
+        pairs = zip(leaves, grads, strict=True)
+        tree = unflatten(treespec, [_gradient(leaf, g) for leaf, g in pairs])
+        gradient = tree[0] if isinstance(argnums, int) else tree
+        value = value if outer else value.detach()
+        aux = map_leaves(_detached, aux) if has_aux and not outer else aux
+        return ((value, aux), gradient) if has_aux else (value, gradient)
+
+    return compute
+
+
+def grad(
+    function: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Returns a function that computes the gradient of a scalar function.
+
+    Args:
+        function: As for `value_and_grad`.
+        argnums: As for `value_and_grad`.
+        has_aux: As for `value_and_grad`; then ``(gradient, aux)`` is returned.
+
+    Raises:
+        TypeError: As for `value_and_grad`.
+
+    Source: `jax.grad`.
+
+    Example:
+        >>> grad(lambda x: (x * x).sum())(torch.tensor([1.0, 2.0]))
+        tensor([2., 4.])
+    """
+    compute = value_and_grad(function, argnums, has_aux)
+
+    @functools.wraps(function)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, result = compute(*args, **kwargs)
+        return (result, value[1]) if has_aux else result
+
+    return gradient
+
+
+def _tracked(leaf: torch.Tensor, outer: bool) -> torch.Tensor:
+    return leaf.view_as(leaf) if outer else leaf.detach().requires_grad_()
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _gradient(leaf: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
+    if grad is None:
+        return torch.zeros_like(leaf).detach()
+    if isinstance(grad, Tensor) and isinstance(leaf, Tensor):
+        return grad.redistribute(leaf.device_mesh, _complete(leaf.placements))
+    return grad
+
+
+def _check_floating(tree: Any, leaves: Sequence[Any]) -> None:
+    for number, leaf in enumerate(leaves):
+        floating = isinstance(leaf, torch.Tensor) and (
+            leaf.is_floating_point() or leaf.is_complex()
+        )
+        if not floating:
+            shown = f"{leaf.dtype} tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
+            raise TypeError(
+                f"grad needs floating-point tensors, but the leaf at {leaf_path(tree, number)} "
+                f"is a {shown}.\n  Fix: take it out of the differentiated argument (argnums)."
+            )
+
+
+def _check_scalar(value: Any) -> None:
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        shown = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise TypeError(
+            f"grad needs a function that returns a scalar tensor, but it returned {shown}.\n"
+            "  Fix: reduce it (.sum(), .mean()), or pass has_aux=True for a (value, aux) pair."
+        )
+
+
+def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Returns the result of a function as `Spec`s, without running anything.
+
+    Args:
+        function: A pure function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Source: `jax.eval_shape`.
+    """
+    leaves, treespec = flatten((args, kwargs))
+    tracer = Tracer(Arguments(list(leaves), (), None).mesh, with_autograd=False)
+    arguments = Arguments(leaves, (), tracer.mesh)
+    with tracer.active():
+        args, kwargs = unflatten(treespec, symbolic_leaves(tracer, arguments, set()))
+        result = function(*args, **kwargs)
+        return map_leaves(lambda t: t._spec if isinstance(t, SymbolicTensor) else t, result)
