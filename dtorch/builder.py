@@ -215,6 +215,10 @@ class Builder:
         args, kwargs = tree
         return map_refs(args, bring), {k: map_refs(v, bring) for k, v in kwargs.items()}
 
+    def with_scalars(self, args: Sequence[Any]) -> list[Any]:
+        """Returns arguments with the run-time scalars among them as they are in this trace."""
+        return [self.scalar_values[a.index] if type(a) is ScalarRef else a for a in args]
+
     def _with_specs(self, tree: Any) -> Any:
         def value(item: Any) -> Any:
             if type(item) is Ref:

@@ -9,6 +9,7 @@ jitted function go the same way.
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import types
 from collections import OrderedDict
@@ -44,6 +45,12 @@ from .trace import NeedsAutograd, Source, SymbolicTensor, Tracer, current
 from .tree import flatten, unflatten
 
 DEFAULT_CAPACITY = 4096
+_cache_lock = threading.Lock()
+os.register_at_fork(
+    before=_cache_lock.acquire,
+    after_in_parent=_cache_lock.release,
+    after_in_child=_cache_lock.release,
+)
 
 
 # -- the cache -----------------------------------------------------------------------------
@@ -64,7 +71,7 @@ class Cache:
     def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
         self.capacity = capacity
         self._entries: OrderedDict[Any, Any] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = _cache_lock
         self.hits = self.misses = 0
 
     def get(self, key: Hashable) -> Any:

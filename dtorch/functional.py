@@ -114,7 +114,15 @@ class Form:
         """Returns the arguments of the functional operation."""
         positional = [a.name for a in self.original._schema.arguments][: len(args)]
         kept = tuple(v for n, v in zip(positional, args, strict=True) if n not in self.dropped)
-        return kept, {k: v for k, v in kwargs.items() if k not in self.dropped}
+        named = {k: v for k, v in kwargs.items() if k not in self.dropped}
+        return kept, self._defaults({*positional, *kwargs}) | named
+
+    def _defaults(self, given: set[str]) -> dict[str, Any]:
+        """The defaults that torch leaves out of a call, where the functional form has none."""
+        required = {a.name for a in self.op._schema.arguments if not a.has_default_value()}
+        schema = self.original._schema.arguments
+        missing = [a for a in schema if a.name in required - given and a.has_default_value()]
+        return {a.name: a.default_value for a in missing}
 
     def record(self, tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Records the functional operation and returns the values to write."""

@@ -8,6 +8,7 @@ program draws what PyTorch would.
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 
 from .mesh import DeviceMesh
 from .placement import Replicate
+from .runtime.future import Failure
 from .tensor import Tensor, place
 
 lock = threading.RLock()
 """Held from reading a state until the program that advances it has been submitted."""
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 class _Default:
@@ -47,11 +50,17 @@ def state_of(generator: torch.Generator | None, mesh: DeviceMesh) -> Tensor:
         return place(_checked(generator, mesh).get_state(), mesh, replicated)
     source = _torch_default(mesh)
     now = source.get_state()
-    if _Default.state is None or _Default.seen is None or not torch.equal(now, _Default.seen):
+    known = _Default.state is not None and not _failed(_Default.state)
+    if not known or _Default.seen is None or not torch.equal(now, _Default.seen):
         _Default.state = place(now, mesh, replicated)
     if _Default.state.device_mesh != mesh:
         _Default.state = _Default.state.redistribute(mesh, replicated)
     return _Default.state
+
+
+def _failed(state: Tensor) -> bool:
+    """Whether the program that returned a state is known to have failed, and the state with it."""
+    return any(h.is_ready and isinstance(h.value, Failure) for h in state._handles)
 
 
 def advance(generator: torch.Generator | None, state: Tensor) -> None:

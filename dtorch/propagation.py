@@ -45,7 +45,7 @@ def propagate(
         legal = [
             s
             for s in strategies
-            if s.name is None or sharding.is_even(s.name, sizes, pieces[s.name] * count)
+            if s.name is None or sharding.may_split(s.name, sizes, pieces[s.name] * count)
         ]
         if wanted is not None:
             preferred = [s for s in legal if s.outputs[0] == wanted[axis]]
@@ -61,24 +61,34 @@ def propagate(
 
 
 def _price(strategy: Strategy, tensors: Sequence[Spec], axis: int, count: int) -> tuple[float, int]:
+    kept = {
+        after
+        for spec, after in zip(tensors, strategy.inputs, strict=True)
+        if after.is_shard() and spec.placements[axis] == after
+    }
     moved, changed = 0.0, 0
     for spec, after in zip(tensors, strategy.inputs, strict=True):
         now = spec.placements[axis]
         if now != after:
-            moved += _bytes_moved(now, after, spec.num_local_bytes, count)
+            moved += _bytes_moved(now, after, spec.num_local_bytes, count, bool(kept))
             changed += max(spec.num_bytes, 1)
     return moved, changed
 
 
-def _bytes_moved(now: Placement, after: Placement, local: int, count: int) -> float:
-    """The bytes that a device receives when one axis changes, from its bytes before."""
+def _bytes_moved(now: Placement, after: Placement, local: int, count: int, kept: bool) -> float:
+    """The bytes that a device receives when one axis changes, from its bytes before.
+
+    `kept` says whether an argument stays sharded on the axis.
+    """
     match now, after:
         case Replicate(), _:
             return 0.0
         case Shard(), Shard():
             return local * (count - 1) / count
         case Shard(), _:
+            # To a partial sum it is free, but that has to be reduced as a whole later.
             return float(local * (count - 1))
-    # Partial to Shard moves half as much, but a shard that no argument asks for would only have
-    # to be gathered again, so it is not made to look cheaper than the whole.
-    return 2 * local * (count - 1) / count
+    # Partial to Shard moves half as much, but a shard that no argument has would only have to be
+    # gathered again, so it is not made to look cheaper than the whole.
+    times = 1 if kept and after.is_shard() else 2
+    return times * local * (count - 1) / count

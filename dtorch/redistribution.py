@@ -160,8 +160,9 @@ def _edges(spec: Spec, target: Spec) -> Iterator[Step]:
     alike = len({spec.placements[a] for a in reducible}) == 1
     if len(reducible) > 1 and alike and _is_reducible(spec, tuple(reducible)):
         yield _all_reduce(spec, tuple(reducible))
-    if not spec.partial_axes and not target.partial_axes:
-        yield _transfer(spec, target)
+    if not spec.partial_axes:
+        whole = _without_partial(target.placements, Replicate())
+        yield _transfer(spec, spec.with_placements(whole))
 
 
 def _change(spec: Spec, axis: int, after: Placement) -> Step | None:
@@ -169,15 +170,15 @@ def _change(spec: Spec, axis: int, after: Placement) -> Step | None:
     now = spec.placements[axis]
     changed = (*spec.placements[:axis], after, *spec.placements[axis + 1 :])
     target = spec.with_placements(changed)
+    n = spec.mesh.shape[axis]
+    if n == 1:
+        return _step(Collective.RELABEL, (), spec, target, 0)
     if isinstance(now, Shard) and not _is_innermost(spec, axis, now.dim):
         return None
     if isinstance(after, Shard) and not _is_innermost(spec, axis, after.dim):
         return None
     if isinstance(now, Partial) and not _is_reducible(spec, (axis,)):
         return None
-    n = spec.mesh.shape[axis]
-    if n == 1:
-        return _step(Collective.RELABEL, (), spec, target, 0)
     match now, after:
         case Shard(), Replicate():
             missing = target.num_local_bytes - min(_local_bytes(spec))
@@ -186,7 +187,7 @@ def _change(spec: Spec, axis: int, after: Placement) -> Step | None:
             return _step(Collective.ALL_TO_ALL, (axis,), spec, target, _missing(spec, target))
         case Replicate(), Shard():
             return _step(Collective.SLICE, (axis,), spec, target, 0)
-        case Replicate(), Partial():
+        case (Replicate(), Partial()) | (Shard(), Partial(op="sum")):
             return _step(Collective.TO_PARTIAL, (axis,), spec, target, 0)
         case Partial(), Replicate():
             return _all_reduce(spec, (axis,))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ Box = tuple[tuple[int, int], ...]
 
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Spec] = weakref.WeakValueDictionary()
 _interning = threading.Lock()
+os.register_at_fork(
+    before=_interning.acquire, after_in_parent=_interning.release, after_in_child=_interning.release
+)
 
 
 class Spec:

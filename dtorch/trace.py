@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,7 +38,11 @@ from .spec import Spec
 from .tensor import Tensor, dense_stride
 
 aten = torch.ops.aten
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _lock = threading.RLock()
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)
 
 
 class _Current(threading.local):
@@ -349,8 +354,9 @@ class Tracer:
     def _decompose(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        # The dispatcher's own kernel, not a Python decomposition that may be registered over it.
         with self._mode:
-            return op.decompose(*args, **kwargs)
+            return op._op_dk(_COMPOSITE, *args, **kwargs)
 
     def record(
         self,
@@ -374,7 +380,7 @@ class Tracer:
         named = _with_device(op, named, None if has_operands else self.mesh)
         if has_operands:
             return self.builder.apply(op, lowered, named)
-        named = _with_dtype(op, lowered, named)
+        named = _with_dtype(op, self.builder.with_scalars(lowered), named)
         return self.builder.apply(op, lowered, named, self.mesh, self._fitting(op, lowered, named))
 
     def _fitting(
@@ -383,7 +389,7 @@ class Tracer:
         """The placements wanted of a factory, if its result has the dims that they name."""
         if self._wanted is None:
             return None
-        (meta, *_) = _flat(infer(op, _concrete(list(args)), kwargs))
+        (meta, *_) = _flat(infer(op, self.builder.with_scalars(args), kwargs))
         dims = (p.dim for p in self._wanted if isinstance(p, Shard))
         return self._wanted if all(d < len(meta.shape) for d in dims) else None
 
@@ -417,7 +423,8 @@ class Tracer:
         lowered, named = self._lowered(op, args, kwargs)
         has_operands = next(refs((lowered, tuple(named.values()))), None) is not None
         named = _with_device(op, named, None if has_operands else self.mesh)
-        named = named if has_operands else _with_dtype(op, lowered, named)
+        if not has_operands:
+            named = _with_dtype(op, self.builder.with_scalars(lowered), named)
         first, _ = self.states.get(generator) or (self.draw_state(generator), 0)
         state = self.draw_state(generator)
         *results, state = self.builder.apply(op, lowered, named, self.mesh, draws=state)
@@ -428,6 +435,8 @@ class Tracer:
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         base = self.lift(args[0])
+        if op is aten.as_strided.default:
+            base, args, kwargs = self._by_place_in_memory(base, *args[1:], **kwargs)
         lowered, named = self._lowered(op, args[1:], kwargs, skip=1)
         results = self.builder.apply(op, (Ref(self.read(base)), *lowered), named)
         offsets = functional.offsets(op, base._spec, lowered, named)
@@ -437,6 +446,22 @@ class Tracer:
             offset = base._offset + offsets[number]
             views.append(self.wrap(value, base._storage, (*base._path, step), offset))
         return views if isinstance(op._schema.returns[0].type, torch.ListType) else views[0]
+
+    def _by_place_in_memory(
+        self, view: SymbolicTensor, size: Any, stride: Any, storage_offset: Any = None
+    ) -> tuple[SymbolicTensor, tuple[Any, ...], dict[str, Any]]:
+        """Makes `as_strided` of a view one of the whole storage: a shard's own would differ."""
+        whole = self.builder.specs[view._storage.value]
+        same_elements = (whole.dtype, whole.conj, whole.neg) == (
+            view.dtype,
+            view.is_conj(),
+            view.is_neg(),
+        )
+        if same_elements:
+            offset = view._offset if storage_offset is None else storage_offset
+            base = self.wrap(view._storage.value, view._storage)
+            return base, (base, size, stride, offset), {}
+        return view, (view, size, stride, storage_offset), {}
 
     def alias(self, tensor: torch.Tensor) -> SymbolicTensor:
         """Returns another symbolic tensor of the same storage, seen the same way."""
@@ -571,8 +596,7 @@ def _compiling() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=4096)
 def _can_decompose(op: torch._ops.OpOverload) -> bool:
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _COMPOSITE)
 
 
 def _flat(results: Any) -> list[Any]:
@@ -605,10 +629,7 @@ def _with_dtype(
     names = [a.name for a in op._schema.arguments]
     if "dtype" not in names or kwargs.get("dtype") is not None or names.index("dtype") < len(args):
         return kwargs
-    concrete = [1 if type(a) is ScalarRef else a for a in args]
-    if any(type(a) is ScalarRef for a in args):
-        return kwargs
-    (meta, *_) = _flat(infer(op, concrete, kwargs))
+    (meta, *_) = _flat(infer(op, args, kwargs))
     return kwargs | {"dtype": meta.dtype}
 
 

@@ -65,17 +65,34 @@ class Static:
         return hash((type(self.value), self.value))
 
 
-_caches: weakref.WeakKeyDictionary[Any, dict[Hashable, Cache]] = weakref.WeakKeyDictionary()
-_caches_lock = threading.Lock()
+class _Traced:
+    """What every `jit` of one function with the same options shares.
+
+    Attributes:
+        cache: The programs.
+        modules: The modules that the function has been seen to call.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.cache = Cache(capacity)
+        self.modules: list[weakref.ref[torch.nn.Module]] = []
+
+    def training(self) -> Hashable:
+        """Returns the training flags of the modules, which a trace depends on."""
+        return tuple(m.training for r in self.modules if (m := r()) is not None)
 
 
-def _cache_of(function: Callable[..., Any], options: Hashable, capacity: int) -> Cache:
-    """The cache that every `jit` of one function with the same options shares."""
+_traced: weakref.WeakKeyDictionary[Any, dict[Hashable, _Traced]] = weakref.WeakKeyDictionary()
+_traced_lock = threading.Lock()
+
+
+def _traced_of(function: Callable[..., Any], options: Hashable, capacity: int) -> _Traced:
     try:
-        with _caches_lock:
-            return _caches.setdefault(function, {}).setdefault(options, Cache(capacity))
+        with _traced_lock:
+            shared = _traced.setdefault(function, {})
+            return shared.setdefault(options, _Traced(capacity))
     except TypeError:  # not hashable, or no weak references to it
-        return Cache(capacity)
+        return _Traced(capacity)
 
 
 class JitFunction(Generic[_P, _R]):
@@ -95,8 +112,7 @@ class JitFunction(Generic[_P, _R]):
         self._static_argnames = frozenset(static_argnames)
         self._donated = frozenset(donate_argnums)
         options = (self._static_argnums, self._static_argnames, self._donated, maxsize)
-        self._cache = _cache_of(function, options, maxsize)
-        self._modules: list[weakref.ref[torch.nn.Module]] = []
+        self._traced = _traced_of(function, options, maxsize)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Runs the function on the arguments, traced once for each kind of them.
@@ -124,11 +140,11 @@ class JitFunction(Generic[_P, _R]):
 
     def cache_info(self) -> CacheInfo:
         """Returns how many calls were served from the cache, and how often it was traced."""
-        return self._cache.info()
+        return self._traced.cache.info()
 
     def cache_clear(self) -> None:
         """Forgets every traced program."""
-        self._cache.clear()
+        self._traced.cache.clear()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -166,10 +182,10 @@ class JitFunction(Generic[_P, _R]):
 
     def _entry(self, kind: str, arguments: Arguments, treespec: Any) -> Any:
         wants = _wants_grad(arguments) if kind == "grad" else ()
-        key = (kind, wants, treespec, arguments.key, modes(), self._training())
+        key = (kind, wants, treespec, arguments.key, modes(), self._traced.training())
 
         def build(static: set[int]) -> tuple[Any, set[int]]:
-            with _ModulesSeen(self._modules):
+            with _ModulesSeen(self._traced.modules):
                 if kind == "grad":
                     built = _compile_with_grad(self._call, arguments, treespec, static, wants)
                 else:
@@ -177,16 +193,12 @@ class JitFunction(Generic[_P, _R]):
                     built = compile_call(self._call, arguments, treespec, static, name)
             return built
 
-        before = self._training()
-        entry = lookup(self._cache, key, arguments, build)
-        after = self._training()
+        before = self._traced.training()
+        entry = lookup(self._traced.cache, key, arguments, build)
+        after = self._traced.training()
         if before != after:
-            self._cache.rename(key, (*key[:-1], after))
+            self._traced.cache.rename(key, (*key[:-1], after))
         return entry
-
-    def _training(self) -> Hashable:
-        """The training flags of the modules that the function has been seen to call."""
-        return tuple(m.training for r in self._modules if (m := r()) is not None)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _without_static(args), {k: _plain(v) for k, v in kwargs.items()}
@@ -272,7 +284,7 @@ class _ModulesSeen:
         self._hook.remove()
 
     def _see(self, module: torch.nn.Module, args: Any) -> None:
-        if id(module) not in self._known:
+        if trace.current() is not None and id(module) not in self._known:
             self._known.add(id(module))
             self._into.append(weakref.ref(module))
 

@@ -65,9 +65,9 @@ def hidden(
     tables = nn.rotary_tables(position_L, config["head_dim"], dtype=x_BLD.dtype, **config["rotary"])
     attend = dict(zip(("cos", "sin"), tables, strict=True), mask=mask_LS)
     new_cache: Tree = {}
-    for i, layer in params["layers"].items():
+    for i in map(str, range(config["num_hidden_layers"])):  # the dict may be in another order
         kept = {"cache": cache[i], "slot_L": position_L} if cache else {}
-        x_BLD, new_cache[i] = block(config, layer, x_BLD, **attend, **kept)
+        x_BLD, new_cache[i] = block(config, params["layers"][i], x_BLD, **attend, **kept)
     return nn.rms_norm(params["norm"], x_BLD, eps=config["rms_norm_eps"]), new_cache
 
 

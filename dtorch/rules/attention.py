@@ -11,6 +11,8 @@ _QUERY = ("b", "h", "l", "e")
 _KEY = ("b", "h", "s", "e")
 _VALUE = ("b", "h", "s", "v")
 _WHOLE = frozenset({"l", "s", "e", "v"})
+_FILLED = frozenset({"b", "h"})
+"""PyTorch's kernel divides by the number of heads and batches: an empty shard ends the process."""
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu)
@@ -18,7 +20,8 @@ def flash_attention_for_cpu(call: OpCall) -> Sharding:
     """``b h l! e!, b h s! e!, b h s! v!, mask -> b h l! v!, b l! h`` (log-sum-exp)."""
     inputs = (_QUERY, _KEY, _VALUE, *_mask(call, 3))
     logsumexp = ("b", "l", "h") if _is_seq_major(call) else ("b", "h", "l")
-    return Sharding(inputs, (("b", "h", "l", "v"), logsumexp), whole=_with_unequal_heads(call))
+    outputs = (("b", "h", "l", "v"), logsumexp)
+    return Sharding(inputs, outputs, whole=_with_unequal_heads(call), filled=_FILLED)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward)
@@ -27,7 +30,8 @@ def flash_attention_for_cpu_backward(call: OpCall) -> Sharding:
     logsumexp = ("b", "l", "h") if _is_seq_major(call, 5) else ("b", "h", "l")
     result = ("b", "h", "l", "v")
     inputs = (result, _QUERY, _KEY, _VALUE, result, logsumexp, *_mask(call, 6))
-    return Sharding(inputs, (_QUERY, _KEY, _VALUE), whole=_with_unequal_heads(call, 1))
+    outputs = (_QUERY, _KEY, _VALUE)
+    return Sharding(inputs, outputs, whole=_with_unequal_heads(call, 1), filled=_FILLED)
 
 
 def _is_seq_major(call: OpCall, place: int | None = None) -> bool:

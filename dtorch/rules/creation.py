@@ -29,15 +29,9 @@ def full(call: OpCall) -> Sharding:
 
 @rule(aten.new_zeros, aten.new_ones, aten.new_empty, aten.new_full)
 def new_filled(call: OpCall) -> Sharding:
-    """Factories with a size, and a tensor that only gives the dtype."""
+    """Factories with a size, and a tensor that only gives the dtype: its layout does not matter."""
     names = dim_names(call.tensors[0].shape, "t")
-    return Sharding(
-        (names,),
-        (dim_names(call.results[0].shape),),
-        sizes=(("size", 0),),
-        reduce={},
-        whole=frozenset(n for n in names if n),
-    )
+    return Sharding((names,), (dim_names(call.results[0].shape),), sizes=(("size", 0),))
 
 
 @rule(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)

@@ -43,8 +43,9 @@ def _embed_locally(context: LocalContext) -> None:
     elsewhere = context.emit(aten.logical_or.default, below, above)
     shifted = context.emit(aten.sub.Tensor, indices, start)
     local = context.emit(aten.masked_fill.Scalar, shifted, elsewhere, 0)
-    # A device without rows of its own reads a row of zeros.
-    rows = context.emit(aten.constant_pad_nd.default, context.args[0], _pad_rows(context, empty))
+    rows = context.args[0]
+    if empty != 0:  # a device without rows of its own reads a row of zeros
+        rows = context.emit(aten.constant_pad_nd.default, rows, _pad_rows(context, empty))
     read = context.emit(aten.embedding.default, rows, local)
     mask = context.emit(aten.unsqueeze.default, elsewhere, -1)
     context.emit(aten.masked_fill.Scalar, read, mask, 0, outputs=context.outputs)
@@ -62,13 +63,18 @@ def _pad_rows(context: LocalContext, empty: object) -> object:
 
 @rule(aten.embedding_dense_backward)
 def embedding_backward(call: OpCall) -> Sharding:
-    """``... d, ... -> v! d``: rows of gradient summed by index."""
+    """``... d, ... -> v! d``: rows of gradient summed by index.
+
+    Scaling by frequency needs the indices of all devices, to count them.
+    """
     outer = dim_names(call.tensors[1].shape, "i")
+    counted = frozenset(n for n in outer if n) if call["scale_grad_by_freq"] else frozenset()
     return Sharding(
         ((*outer, "d"), outer),
         (("v", "d"),),
         reduce={n: "sum" for n in outer if n},
-        whole=frozenset({"v"}),
+        whole=frozenset({"v"}) | counted,
+        linear=(frozenset({0}),),
     )
 
 

@@ -11,18 +11,24 @@ import torch
 
 from ..lowering import LocalContext
 from ..ops import fold_mm
-from .sharding import Dims, OpCall, Sharding, notation, rule
+from .sharding import Dims, OpCall, Sharding, notation, parse, rule
 
 aten = torch.ops.aten
 _EACH = (frozenset({0}), frozenset({1}))
 _AFTER_ADDEND = (frozenset({1}), frozenset({2}))
 
-notation("... k, n k, +n -> ... n", aten.linear, linear=_EACH)
 notation("m k, k n -> m n", aten.mm, linear=_EACH)
 notation("b m k, b k n -> b m n", aten.bmm, linear=_EACH)
 notation("m k, k -> m", aten.mv, linear=_EACH)
 notation("k, k -> ", aten.dot, aten.vdot, linear=_EACH)
 notation("m, n -> m n", aten.outer, linear=_EACH)
+
+
+@rule(aten.linear)
+def linear(call: OpCall) -> Sharding:
+    """``... k, n k, +n -> ... n``; a weight of one dim is a row that gives no n."""
+    row = call.tensors[1].ndim == 1
+    return parse("... k, k, + -> ..." if row else "... k, n k, +n -> ... n", call, linear=_EACH)
 
 
 @rule(aten.matmul)

@@ -42,9 +42,9 @@ def layer_norm_backward(call: OpCall) -> Sharding:
         else inner
         for i, t in enumerate(call.tensors)
     )
-    outputs = tuple(
-        full if i == 0 else (inner if m.shape else ()) for i, m in enumerate(call.results)
-    )
+    # Results that the mask leaves out are not among the call's results.
+    first = 0 if call["output_mask"][0] else None
+    outputs = tuple(full if i == first else inner for i in range(len(call.results)))
     return Sharding(
         inputs,
         outputs,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .pointwise import pointwise
 from .sharding import LINEAR, Dims, OpCall, Sharding, dim_names, rule
 
 aten = torch.ops.aten
@@ -65,6 +66,8 @@ def reduction(call: OpCall) -> Sharding:
     op = _REDUCE[call.op.overloadpacket]
     names, reduced = _reduced(call)
     linear = op in LINEAR and call.results[0].dtype == call.tensors[0].dtype
+    # The truth of a number does not grow with the number: -1 is true and 0 is not.
+    monotone = op in ("max", "min") and call.results[0].dtype == call.tensors[0].dtype
     ops = LINEAR if linear else (op,)
     empty_reduction = any(call.tensors[0].shape[d] == 0 for d in _dims(call))
     return Sharding(
@@ -73,7 +76,7 @@ def reduction(call: OpCall) -> Sharding:
         reduce=dict.fromkeys(reduced, op),
         even=frozenset(reduced) if op in ("avg", "max", "min") else frozenset(),
         whole=frozenset(reduced) if empty_reduction else frozenset(),
-        linear=(frozenset({0}),) if linear or op in ("max", "min") else (),
+        linear=(frozenset({0}),) if linear or monotone else (),
         partial_ops=ops,
     )
 
@@ -81,10 +84,9 @@ def reduction(call: OpCall) -> Sharding:
 @rule(*_WHOLE)
 def whole_reduction(call: OpCall) -> Sharding:
     """Reductions whose reduced dims must be whole; the other dims stay sharded."""
-    names, reduced = _reduced(call)
     if len(call.tensors) != 1:
-        from_pairs = tuple((None,) * t.ndim for t in call.tensors)
-        return Sharding(from_pairs, tuple((None,) * len(m.shape) for m in call.results))
+        return pointwise(call)  # torch.max(x, y)
+    names, reduced = _reduced(call)
     outputs = tuple(_kept(call, names, reduced) for _ in call.results)
     return Sharding((names,), outputs, whole=frozenset(reduced))
 

@@ -84,6 +84,7 @@ class Sharding:
         reduce: For each contracted name, the reduction that completes the results.
         whole: The names that must not be split.
         even: The names that may be split only into equal pieces.
+        filled: The names that may be split only where no piece is empty.
         additive: The arguments (by index) that are added once.
         linear: The sets of arguments that may be partial together.
         partial_ops: The reductions that the linear sets commute with.
@@ -97,6 +98,7 @@ class Sharding:
     reduce: Mapping[str, str] = dataclasses.field(default_factory=dict)
     whole: frozenset[str] = frozenset()
     even: frozenset[str] = frozenset()
+    filled: frozenset[str] = frozenset()
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     partial_ops: tuple[str, ...] = LINEAR
@@ -112,9 +114,13 @@ class Sharding:
             for op in self.partial_ops:
                 yield self._partial(together, op)
 
-    def is_even(self, name: str, sizes: dict[str, list[int]], count: int) -> bool:
+    def may_split(self, name: str, sizes: dict[str, list[int]], count: int) -> bool:
         """Returns whether splitting a name into `count` pieces is allowed."""
-        return name not in self.even or all(size % count == 0 for size in sizes[name])
+        if name in self.even and any(size % count for size in sizes[name]):
+            return False
+        return name not in self.filled or all(
+            -(-size // count) * (count - 1) < size for size in sizes[name]
+        )
 
     def _names(self) -> list[str]:
         everything = (n for dims in (*self.inputs, *self.outputs) for n in dims)
@@ -183,6 +189,7 @@ def parse(text: str, call: OpCall, **options: Any) -> Sharding:
     inputs = [_expand(t, spec.shape, extra) for t, spec in zip(used, call.tensors, strict=True)]
     outputs = [_expand(t, meta.shape, extra) for t, meta in zip(right, call.results, strict=False)]
     outputs += [(None,) * len(meta.shape) for meta in call.results[len(outputs) :]]
+    inputs = _without_broadcast(inputs, [spec.shape for spec in call.tensors])
     marked = {n.rstrip("!") for t in (*left, *right) for n in t.split() if n.endswith("!")}
     found = {n for dims in outputs for n in dims}
     contracted = {n for dims in inputs for n in dims if n is not None} - found - marked
@@ -202,6 +209,21 @@ def _ellipsis_shape(terms: Sequence[str], call: OpCall) -> tuple[int, ...]:
             at, rest = words.index("..."), len(words) - 1
             shapes.append(spec.shape[at : at + spec.ndim - rest])
     return tuple(torch.broadcast_shapes(*shapes)) if shapes else ()
+
+
+def _without_broadcast(inputs: Sequence[Dims], shapes: Sequence[Sequence[int]]) -> list[Dims]:
+    """Drops the name of a dim of size one that is broadcast to the size others have by that name."""
+    sizes: dict[str | None, int] = {}
+    for dims, shape in zip(inputs, shapes, strict=True):
+        for name, size in zip(dims, shape, strict=True):
+            sizes[name] = size if size != 1 else sizes.get(name, 1)
+    return [
+        tuple(
+            None if size == 1 != sizes[name] else name
+            for name, size in zip(dims, shape, strict=True)
+        )
+        for dims, shape in zip(inputs, shapes, strict=True)
+    ]
 
 
 def _expand(term: str, shape: Sequence[int], extra: tuple[int, ...]) -> Dims:

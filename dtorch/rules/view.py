@@ -8,12 +8,15 @@ shard, whose strides need not be those of the whole.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 
+from ..errors import PlacementError
 from ..lowering import LocalContext
-from .sharding import ANY_REDUCTION, Dims, OpCall, Sharding, dim_names, rule
+from ..spec import Spec
+from .sharding import ANY_REDUCTION, Dims, OpCall, Sharding, dim_names, replicated, rule
 
 aten = torch.ops.aten
 _PASS = {"linear": (frozenset({0}),), "partial_ops": ANY_REDUCTION}
@@ -70,6 +73,39 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
                 n *= after[right[-1]]
         groups.append((left, right))
     return groups
+
+
+@rule(aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter)
+def as_strided(call: OpCall) -> Sharding:
+    """Elements by their place in memory, which only a whole tensor of known strides has."""
+    source = call.tensors[0]
+    if len(source.mesh.devices) > 1 and not _is_dense(source):
+        raise PlacementError(
+            f"{call.op} of a tensor with gaps or overlaps in memory: shape {list(source.shape)}, "
+            f"strides {source.stride}, over {len(source.mesh.devices)} devices.\n"
+            "  Fix: call contiguous() on it first, and stride over the result."
+        )
+    return dataclasses.replace(replicated(call), localize=_stride_locally)
+
+
+def _is_dense(spec: Spec) -> bool:
+    unfilled = torch.empty_strided(spec.shape, spec.stride, device="meta")
+    return aten.is_non_overlapping_and_dense(unfilled)
+
+
+def _stride_locally(context: LocalContext) -> None:
+    """Gives the tensor the memory that PyTorch's has, whatever the strides of the local one."""
+    source = context.spec(context.args[0])
+    if not _is_dense(source):
+        context.emit_default()
+        return
+    order = sorted(range(source.ndim), key=lambda d: (-source.stride[d], source.shape[d] == 1))
+    inverse = [order.index(d) for d in range(source.ndim)]
+    permuted = context.emit(aten.permute.default, context.args[0], order)
+    dense = context.emit(aten.clone.default, permuted, memory_format=torch.contiguous_format)
+    restored = context.emit(aten.permute.default, dense, inverse)
+    rest = context.args[1:]
+    context.emit(context.op, restored, *rest, outputs=context.outputs, **context.kwargs)
 
 
 @rule(aten.permute, aten.permute_copy)

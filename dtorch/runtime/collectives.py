@@ -77,7 +77,7 @@ def run_local(step: Step, index: int, part: torch.Tensor) -> torch.Tensor:
     """Returns a device's part after a step that needs only its own part before.
 
     Args:
-        step: A slice, a relabelling, or the change from replicated to partial.
+        step: A slice, a relabelling, or the change to partial.
         index: The device's place in the mesh.
         part: Its part before the step.
     """
@@ -86,6 +86,8 @@ def run_local(step: Step, index: int, part: torch.Tensor) -> torch.Tensor:
         return _cut(part, step.source.boxes[index], step.target.boxes[index]).clone()
     if step.kind is Collective.TO_PARTIAL:
         (axis,) = step.axes
+        if step.source.placements[axis].is_shard():
+            return _amid_zeros(part, step.source.boxes[index], step.target.boxes[index])
         first = step.source.mesh.coordinates()[index][axis] == 0
         keep = first or not step.target.placements[axis].is_partial("sum")
         return part if keep else nothing(part.shape, part.dtype, part.device)
@@ -96,6 +98,13 @@ def nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
     """Returns what adds nothing to a sum: negative zeros, where there are any."""
     zero = -0.0 if dtype.is_floating_point else complex(-0.0, -0.0) if dtype.is_complex else 0
     return torch.full(tuple(shape), zero, dtype=dtype, device=device)
+
+
+def _amid_zeros(part: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
+    """A part of the value as an addend of it: zeros elsewhere."""
+    result = part.new_zeros([stop - start for start, stop in wanted])
+    _cut(result, wanted, held).copy_(part)
+    return result
 
 
 def run_collective(step: Step, index: int, part: torch.Tensor, gather: Gather) -> Any:
@@ -184,9 +193,20 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
     if op in ("max", "min"):
         combine = torch.maximum if op == "max" else torch.minimum
         return functools.reduce(combine, rest, first)
+    if op == "avg":
+        return _average(parts)
     total = first + rest[0]
     for part in rest[1:]:
         total += part
-    if op == "avg":
-        total = total / len(parts)
     return total
+
+
+def _average(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The average in the parts' own dtype, added up in one where the sum does not overflow."""
+    dtype = parts[0].dtype
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    wide = torch.int64 if whole else torch.promote_types(dtype, torch.float32)
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    return (total // len(parts) if whole else total / len(parts)).to(dtype)

@@ -7,6 +7,7 @@ a `Failure`; from then on it never changes. The worker that sets a handle wakes 
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -18,6 +19,9 @@ from ..errors import DTorchError, MutationError, WorkerError
 
 PENDING = object()
 _waiting = threading.Lock()
+os.register_at_fork(
+    before=_waiting.acquire, after_in_parent=_waiting.release, after_in_child=_waiting.release
+)
 
 
 class Failure:

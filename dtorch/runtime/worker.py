@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import os
 import queue
 import threading
@@ -16,11 +17,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..errors import DTorchError
+from ..errors import DTorchError, ShutdownError
 from ..mesh import Device
 from . import executor
 from .executor import Call, DeviceState
-from .future import Handle, wait_all
+from .future import Failure, Handle, wait_all
 
 _torch_library = ctypes.CDLL(
     os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
@@ -79,6 +80,9 @@ def _set_thread_local_threads(count: int) -> None:
         setter(count)
 
 
+_forked = False
+
+
 def _start_client_team() -> None:
     """Runs one parallel loop on the client, so that OpenMP knows more threads than cores.
 
@@ -107,7 +111,7 @@ class _Pool:
     def worker(self, device: Device) -> Worker:
         worker = self.workers.get(device)
         if worker is None:
-            if not self.workers:
+            if not self.workers and not _forked:
                 _start_client_team()
             worker = self.workers[device] = Worker(device, self.stopping)
         return worker
@@ -172,10 +176,38 @@ def synchronize(devices: Iterable[Device] | None = None) -> None:
     wait_all(marks)
 
 
-def _reset_after_fork() -> None:
-    global _pool
-    _pool = _Pool()
+def _before_fork() -> None:
+    _pool.lock.acquire()
+
+
+def _after_fork() -> None:
+    _pool.lock.release()
+
+
+def _after_fork_in_child() -> None:
+    """The child has no workers, makes its own, and never sees what was pending computed.
+
+    OpenMP's threads are gone too, and waiting for them would never end, so the client keeps to
+    one thread, as PyTorch's data loaders do. Waiters belong to the parent: nobody is woken.
+    """
+    global _pool, _forked
+    used, _pool = bool(_pool.workers), _Pool()
+    if not used:
+        return
+    _forked = True
+    torch.set_num_threads(1)
+    message = (
+        "this value was still being computed when the process was forked; the workers that "
+        "compute it belong to the parent.\n  Fix: fetch it, or call dtorch.synchronize(), "
+        "before the fork."
+    )
+    failure = Failure(message, ShutdownError(message))
+    for item in gc.get_objects():
+        if type(item) is Handle and not item.is_ready:
+            item.value = failure
 
 
 atexit.register(lambda: _pool.stop())
-os.register_at_fork(after_in_child=_reset_after_fork)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)

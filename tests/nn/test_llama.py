@@ -7,6 +7,7 @@ last position of a prefill is such an input.
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -144,6 +145,18 @@ def test_gradients(llama: ModuleType, pair: Pair) -> None:
 
 
 @torch.inference_mode()
+def test_layers_run_in_the_order_of_their_numbers(llama: ModuleType, tmp_path: Path) -> None:
+    pair = Pair(
+        llama, tmp_path, hidden_size=16, num_attention_heads=2, head_dim=8, num_hidden_layers=12
+    )
+    layers = pair.params["model"]["layers"]
+    pair.params["model"]["layers"] = {i: layers[i] for i in sorted(layers)}  # "10" before "2"
+    ids_BL = torch.randint(0, VOCAB_SIZE, (2, 5))
+    expected = pair.model(ids_BL, use_cache=False).logits
+    assert torch.equal(llama.forward(pair.config, pair.params, ids_BL), expected)
+
+
+@torch.inference_mode()
 def test_biases_and_scaled_rotary_embedding(llama: ModuleType, tmp_path: Path) -> None:
     rope = {
         "rope_type": "llama3",
@@ -166,6 +179,38 @@ def test_biases_and_scaled_rotary_embedding(llama: ModuleType, tmp_path: Path) -
     ids_BL = torch.randint(0, VOCAB_SIZE, (2, 50))
     expected = pair.model(ids_BL, use_cache=False).logits
     assert torch.equal(llama.forward(pair.config, pair.params, ids_BL), expected)
+
+
+@torch.inference_mode()
+def test_stories260k_tells_its_published_story(
+    llama: ModuleType, shared: Callable[[str], Path]
+) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    folder = shared("models/stories260K")
+    expected = json.loads((folder / "expected_greedy.json").read_text())
+    config, params = llama.read_config(folder), tree_of(load_file(folder / "model.safetensors"))
+    ids, num_tokens = list(expected["prompt_ids"]), len(expected["greedy_ids"])
+    sizes = (1, config["num_key_value_heads"], num_tokens, config["head_dim"])
+    cache = {str(i): nn.cache_init(*sizes) for i in range(config["num_hidden_layers"])}
+    logits_BV, cache = llama.prefill(config, params, torch.tensor([ids]), cache)
+    while len(ids) < num_tokens:
+        token_B1 = llama.pick(random.key(0), logits_BV, 0.0)
+        position_1 = torch.tensor([len(ids)])
+        ids.append(token_B1.item())
+        logits_BV, cache = llama.decode(config, params, token_B1, position_1, cache)
+    assert ids == expected["greedy_ids"]
+    pytest.importorskip("tokenizers")
+    encode, to_text = llama.read_tokenizer(folder, config)
+    assert to_text(ids) == expected["text"]
+    assert encode("") == encode("Once")[:1] == expected["prompt_ids"]
+
+
+def test_a_folder_without_a_tokenizer_reads_bytes(llama: ModuleType, tmp_path: Path) -> None:
+    encode, to_text = llama.read_tokenizer(tmp_path, {"bos_token_id": 2, "eos_token_id": [3]})
+    assert encode("") == [2]
+    assert encode("é") == [2, 0xC3, 0xA9]
+    assert to_text([*encode("é"), 3]) == "é"
+    assert to_text([2, 0xC3]) == "\ufffd"
 
 
 def test_older_configurations_say_the_same(llama: ModuleType, tmp_path: Path) -> None:
