@@ -215,9 +215,9 @@ class Builder:
         args, kwargs = tree
         return map_refs(args, bring), {k: map_refs(v, bring) for k, v in kwargs.items()}
 
-    def with_scalars(self, args: Sequence[Any]) -> list[Any]:
+    def with_scalars(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Returns arguments with the run-time scalars among them as they are in this trace."""
-        return [self.scalar_values[a.index] if type(a) is ScalarRef else a for a in args]
+        return tuple(self.scalar_values[a.number] if type(a) is ScalarRef else a for a in args)
 
     def _with_specs(self, tree: Any) -> Any:
         def value(item: Any) -> Any:

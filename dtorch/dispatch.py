@@ -12,7 +12,7 @@ import dataclasses
 import os
 import threading
 import types
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from .errors import DataDependentError, MutationError, TraceError
 from .lowering import lower
 from .mesh import DeviceMesh
 from .placement import Placements, Replicate
-from .program import Program
+from .program import Apply, Program, refs
 from .runtime import Call, Executable, Handle, submit
 from .runtime.future import Failure, wait_all
 from .runtime.worker import check_not_on_worker
@@ -41,7 +41,7 @@ from .tensor import (
     place,
     place_parts,
 )
-from .trace import NeedsAutograd, Source, SymbolicTensor, Tracer, current
+from .trace import NeedsAutograd, Source, Storage, SymbolicTensor, Tracer, current
 from .tree import flatten, unflatten
 
 DEFAULT_CAPACITY = 4096
@@ -154,15 +154,16 @@ class Arguments:
 
     Attributes:
         leaves: The leaves, in the order of the tree.
+        values: What the program reads of them: a reduced `Partial` in place of the tensor itself.
         key: What the key says of each leaf: a spec, a type, or a static value.
         tensors: The numbers of the leaves that are tensors.
         scalars: The numbers of the leaves that are run-time scalars.
     """
 
-    __slots__ = ("key", "leaves", "mesh", "scalars", "tensors")
+    __slots__ = ("key", "leaves", "mesh", "scalars", "tensors", "values")
 
     def __init__(self, leaves: list[Any], dynamic: tuple[type, ...], mesh: DeviceMesh | None):
-        self.leaves = leaves
+        self.leaves = self.values = leaves
         self.tensors: list[int] = []
         self.scalars: list[int] = []
         self.mesh = mesh or _mesh_of(leaves)
@@ -172,25 +173,42 @@ class Arguments:
         kind = type(leaf)
         if kind is Tensor:
             self.tensors.append(number)
-            if leaf._reduced is not None:
-                leaf = self.leaves[number] = leaf._reduced
+            if (reduced := leaf._reduced) is not None:
+                self.values = list(self.leaves) if self.values is self.leaves else self.values
+                leaf = self.values[number] = reduced
             return leaf._spec
         if kind in dynamic:
             self.scalars.append(number)
             return kind
-        if kind is float:
-            return (float, leaf.hex())
+        if isinstance(leaf, numpy.generic):
+            self.leaves[number] = self.values[number] = leaf.item()
+            return self._key_of(number, self.leaves[number], dynamic)
+        if kind is float or kind is complex:
+            return exact(leaf)
         if kind is int or kind in _STATIC:
             return (kind, leaf)
+        if isinstance(leaf, Tensor):  # of a trace, and none is active here
+            raise leaf._outlived("a torch function")  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(leaf, torch.Tensor):
             self.tensors.append(number)
             return _torch_key(leaf, self.mesh)
         if isinstance(leaf, numpy.ndarray):
-            self.leaves[number] = torch.from_numpy(leaf)
+            self.leaves[number] = self.values[number] = torch.from_numpy(leaf)
             return self._key_of(number, self.leaves[number], dynamic)
         if isinstance(leaf, torch.Generator):
             return (torch.Generator, id(leaf), leaf)
         return (kind, leaf)
+
+
+def exact(value: Any) -> Hashable:
+    """Returns a key that tells apart what Python calls equal: 1, 1.0 and True; 0.0 and -0.0."""
+    if isinstance(value, float):
+        return (type(value), value.hex())
+    if isinstance(value, complex):
+        return (type(value), value.real.hex(), value.imag.hex())
+    if isinstance(value, tuple):
+        return (type(value), *map(exact, value))
+    return (type(value), value)
 
 
 def _mesh_of(leaves: list[Any]) -> DeviceMesh:
@@ -240,15 +258,19 @@ class Output:
     """How one leaf of a result is made.
 
     Attributes:
-        kind: ``"value"`` (a program output), ``"alias"`` (the same, aliasing a leaf),
-            ``"leaf"`` (an argument itself), ``"scalar"`` (an expression), or ``"constant"``.
-        item: The program output's index, the leaf's number, the expression, or the object.
-        leaf: For ``"alias"``, the leaf whose storage it shares, and whether it is all of it.
+        kind: ``"value"`` (a program output), ``"alias"`` (the same, aliasing a leaf or a captured
+            tensor), ``"sibling"`` (aliasing an earlier result), ``"part"`` (a view, the first of
+            several results in one storage), ``"leaf"`` (an argument itself), ``"again"`` (an
+            earlier result itself), ``"scalar"`` (an expression), or ``"constant"``.
+        item: The program output's index, the leaf's or the result's number, the expression, or
+            the object.
+        leaf: For ``"alias"`` and ``"sibling"``, the leaf, captured tensor or result whose storage
+            it shares, and whether it is all of it.
     """
 
     kind: str
     item: Any
-    leaf: tuple[int, bool] | None = None
+    leaf: tuple[int | Tensor, bool] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -282,26 +304,29 @@ class Compiled:
     constants: dict[int, Handles] = dataclasses.field(default_factory=dict)
     untried: set[bool] = dataclasses.field(default_factory=set)
 
-    def run(self, leaves: list[Any], check_aliases: bool) -> list[Any]:
+    def run(self, arguments: Arguments, check_aliases: bool) -> list[Any]:
         """Submits the program and returns the result's leaves, and after them the extra ones."""
+        leaves, read = arguments.leaves, arguments.values
         if self.mutated:
-            self._check_mutation(leaves, check_aliases)
+            self._check_mutation(leaves, check_aliases or len(self.mutated) > 1)
         if not self.states:
-            values = self._submit(leaves, {})
+            values = self._submit(read, {})
         else:
             with generator.lock:
                 states = self._states()
-                values = self._submit(leaves, states)
+                values = self._submit(read, states)
                 for output, owner in self.states:
                     generator.advance(owner, values[output])
+        if self.untried:
+            _raise_if_refused(values)
+            self.untried.clear()
         for output, source in self.mutated:
             _rebind(leaves[source.item] if source.kind == "leaf" else source.item, values[output])
         for output, leaf in self.reduced:
             leaves[leaf]._reduced = values[output]
-        if self.untried:
-            _raise_if_refused(values)
-            self.untried.clear()
-        results = [self._result(o, leaves, values) for o in self.outputs]
+        results: list[Any] = []
+        for output in self.outputs:
+            results.append(self._result(output, leaves, values, results))
         return [*results, *(values[i] for i in self.extra)]
 
     def _states(self) -> dict[torch.Generator | None, Tensor]:
@@ -332,15 +357,27 @@ class Compiled:
             return source.item._handles
         spec = self.program.specs[self.program.inputs[number]]
         if source.kind == "constant":
-            if number not in self.constants:
-                self.constants[number] = place_parts(source.item, spec, copy=False)
-            return self.constants[number]
+            return self._constant(number, source, spec)
         leaf = leaves[source.item]
         if isinstance(leaf, Tensor):
             return leaf._handles
         return place_parts(leaf.detach().resolve_conj().resolve_neg(), spec, copy=True)
 
-    def _result(self, output: Output, leaves: list[Any], values: list[Tensor]) -> Any:
+    def _constant(self, number: int, source: Source, spec: Spec) -> Handles:
+        if source.version is None:  # of inference mode: whether it has changed is not known
+            return place_parts(source.item, spec, copy=True)
+        if source.item._version != source.version:
+            raise MutationError(
+                f"a torch tensor of shape {list(source.item.shape)} that a jitted function "
+                "captured was written to after it was handed over.\n  Fix: pass it as an argument."
+            )
+        if number not in self.constants:
+            self.constants[number] = place_parts(source.item, spec, copy=False)
+        return self.constants[number]
+
+    def _result(
+        self, output: Output, leaves: list[Any], values: list[Tensor], before: list[Any]
+    ) -> Any:
         if output.kind == "value":
             return values[output.item]
         if output.kind == "leaf":
@@ -349,8 +386,18 @@ class Compiled:
             return evaluate(output.item, leaves)
         if output.kind == "alias":
             assert output.leaf is not None
-            number, is_whole = output.leaf
-            return _link(leaves[number], values[output.item], is_whole)
+            owner, is_whole = output.leaf
+            base = owner if isinstance(owner, Tensor) else leaves[owner]
+            return _link(base, values[output.item], is_whole)
+        if output.kind == "sibling":
+            assert output.leaf is not None
+            first, is_whole = output.leaf
+            return _link(before[first], values[output.item], is_whole)
+        if output.kind == "again":
+            return before[output.item]
+        if output.kind == "part":
+            AliasGroup().add(values[output.item], False)
+            return values[output.item]
         return output.item
 
     def _check_mutation(self, leaves: list[Any], check_aliases: bool) -> None:
@@ -358,7 +405,10 @@ class Compiled:
             target = leaves[source.item] if source.kind == "leaf" else source.item
             _check_writable(target)
             if check_aliases:
-                _check_unaliased(target, source, leaves)
+                captured = [s.item for s in self.sources if s.kind == "capture" and s != source]
+                own = source.item if source.kind == "leaf" else -1
+                others = [leaf for i, leaf in enumerate(leaves) if i != own]
+                _check_unaliased(target, [*others, *captured])
 
 
 def submit_program(
@@ -371,15 +421,24 @@ def submit_program(
     specs = [program.specs[v] for v in program.outputs]
     handles = [tuple(Handle() for _ in s.mesh.devices) for s in specs]
     num_threads, count = torch.get_num_threads(), len(executable.program.devices)
-    threads = num_threads if count == 1 else max(1, num_threads // count)
+    threads = num_threads if count <= 1 else max(1, num_threads // count)
     submit(Call(executable, inputs, handles, scalars, threads, user_line()))
     return [Tensor._of(s, h) for s, h in zip(specs, handles, strict=True)]
 
 
 def _may_be_refused(program: Program) -> bool:
-    """Whether a dtype other than the common ones takes part."""
-    dtypes = {program.specs[v].dtype for v in program.inputs}
-    return not dtypes <= {torch.float32, torch.float64}
+    """Whether an operation takes other dtypes than float32 or float64, or is for integers."""
+    for instruction in program.instructions:
+        if isinstance(instruction, Apply):
+            operands = refs((instruction.args, instruction.kwargs))
+            dtypes = {program.specs[r.id].dtype for r in operands}
+            common = len(dtypes) < 2 and dtypes <= {torch.float32, torch.float64}
+            if not common or any(w in instruction.op.name() for w in _FOR_INTEGERS):
+                return True
+    return False
+
+
+_FOR_INTEGERS = ("bitwise", "shift", "__and__", "__or__", "__xor__", "gcd", "lcm")
 
 
 def _raise_if_refused(values: Sequence[Tensor]) -> None:
@@ -397,7 +456,7 @@ def _raise_if_refused(values: Sequence[Tensor]) -> None:
 
 
 def _is_about_dtypes(error: BaseException) -> bool:
-    words = ("not implemented for", "dtype", "data type", "scalar type")
+    words = ("not implemented for", "dtype", "data type", "scalar type", "boolean")
     named = any(word in str(error).lower() for word in words)
     return isinstance(error, (NotImplementedError, TypeError)) or named
 
@@ -410,7 +469,8 @@ def _check_writable(target: torch.Tensor) -> None:
             "dtorch.Tensor first."
         )
     group = target._aliases
-    if group is None:
+    others = [] if group is None else group.others(target)
+    if group is None or not others:
         return
     if not group.is_whole(target):
         raise MutationError(
@@ -419,7 +479,7 @@ def _check_writable(target: torch.Tensor) -> None:
             "(x[i] = value), or use a functional form such as torch.select_scatter, "
             "torch.slice_scatter or torch.where."
         )
-    for other, is_whole in group.others(target):
+    for other, is_whole in others:
         if not is_whole:
             raise MutationError(
                 f"an in-place call on a tensor of shape {list(target.shape)} would have to "
@@ -428,11 +488,12 @@ def _check_writable(target: torch.Tensor) -> None:
             )
 
 
-def _check_unaliased(target: Tensor, source: Source, leaves: list[Any]) -> None:
-    for number, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or (source.kind == "leaf" and number == source.item):
+def _check_unaliased(target: Tensor, others: Sequence[Any]) -> None:
+    for other in others:
+        if not isinstance(other, Tensor):
             continue
-        if leaf is target or leaf._handles is target._handles:
+        related = target._aliases is not None and other._aliases is target._aliases
+        if other is target or related or other._handles is target._handles:
             raise MutationError(
                 "a jitted function changes an argument in place that it is also given under "
                 f"another name (shape {list(target.shape)}).\n  Fix: pass it once, or a clone()."
@@ -444,9 +505,12 @@ def _rebind(target: Tensor, value: Tensor) -> None:
     same = [target]
     if target._aliases is not None:
         same += [t for t, is_whole in target._aliases.others(target) if is_whole]
+    spec = target._spec
+    fits = spec.placements == value._spec.placements
+    moved = value if fits else _redistributed(value, spec.mesh, spec.placements)
     for tensor in same:
-        tensor._handles = value._handles
-        tensor._reduced = None
+        tensor._handles = moved._handles
+        tensor._reduced = None if fits else value
     torch.autograd.graph.increment_version(target)
 
 
@@ -505,7 +569,7 @@ def symbolic_leaves(tracer: Tracer, arguments: Arguments, static: set[int]) -> l
     """Returns the leaves of a call with tensors and run-time scalars made symbolic."""
     leaves = list(arguments.leaves)
     for number in arguments.tensors:
-        leaf = leaves[number]
+        leaf = arguments.values[number]
         spec = leaf._spec if isinstance(leaf, Tensor) else _torch_spec(leaf, arguments.mesh)
         leaves[number] = tracer.argument(spec, number)
     for number in arguments.scalars:
@@ -529,7 +593,7 @@ def ending(tracer: Tracer, found: Sequence[Any]) -> Ending:
     values: list[int] = []
     return Ending(
         values,
-        tuple(_output(tracer, item, values) for item in found),
+        _outputs(tracer, found, values),
         _mutated(tracer, values),
         _reduced(tracer, values),
         _next_states(tracer, values),
@@ -570,6 +634,9 @@ def _output(tracer: Tracer, item: Any, values: list[int]) -> Output:
         for tensor, value in tracer.arguments:
             if symbol is tensor:
                 return Output("leaf", _leaf_of(tracer, value))
+        for tensor, _, captured in tracer.captures:
+            if symbol is tensor:
+                return Output("constant", captured)
         values.append(tracer.read(symbol))
         return _alias_output(tracer, symbol, len(values) - 1)
     return Output("constant", item)
@@ -579,7 +646,40 @@ def _alias_output(tracer: Tracer, symbol: SymbolicTensor, output: int) -> Output
     for tensor, value in tracer.arguments:
         if tensor._storage is symbol._storage:
             return Output("alias", output, (_leaf_of(tracer, value), not symbol._path))
+    for tensor, _, captured in tracer.captures:
+        if tensor._storage is symbol._storage:
+            return Output("alias", output, (captured, not symbol._path))
     return Output("value", output)
+
+
+def _outputs(tracer: Tracer, found: Sequence[Any], values: list[int]) -> tuple[Output, ...]:
+    """How the results are made, those that share a storage knowing of each other."""
+    counts = Counter(i._storage for i in dict.fromkeys(filter(_is_symbolic, found)))
+    seen: dict[SymbolicTensor, int] = {}
+    first: dict[Storage, int] = {}
+    outputs: list[Output] = []
+    for number, item in enumerate(found):
+        if _is_symbolic(item) and item in seen:
+            outputs.append(Output("again", seen[item]))
+            continue
+        output = _output(tracer, item, values)
+        if _is_symbolic(item):
+            seen[item] = number
+            if output.kind == "value" and counts[item._storage] > 1:
+                output = _shared(output, item, first, number)
+        outputs.append(output)
+    return tuple(outputs)
+
+
+def _shared(output: Output, item: SymbolicTensor, first: dict[Storage, int], number: int) -> Output:
+    at = first.setdefault(item._storage, number)
+    if at != number:
+        return Output("sibling", output.item, (at, not item._path))
+    return output if not item._path else Output("part", output.item)
+
+
+def _is_symbolic(item: Any) -> bool:
+    return isinstance(item, SymbolicTensor)
 
 
 def _leaf_of(tracer: Tracer, value: int) -> int:
@@ -588,7 +688,7 @@ def _leaf_of(tracer: Tracer, value: int) -> int:
 
 def _mutated(tracer: Tracer, values: list[int]) -> tuple[tuple[int, Source], ...]:
     found = []
-    touched = [(t, v) for t, v in tracer.arguments] + [(t, v) for t, v, _ in tracer.captures]
+    touched = [*tracer.arguments, *((t, v) for t, v, _ in tracer.captures), *tracer.constants]
     for tensor, before in touched:
         if tensor._storage.version:
             values.append(tensor._storage.value)
@@ -688,7 +788,7 @@ def _with_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Lets autograd record the call; every operation below it is a program of its own."""
     leaves, treespec = flatten((args, kwargs))
     mesh = _mesh_of(leaves)
-    leaves = [_as_distributed(leaf, mesh) for leaf in leaves]
+    leaves = [as_distributed(leaf, mesh) for leaf in leaves]
     args, kwargs = unflatten(treespec, leaves)
     substitute = autograd.SUBSTITUTES.get(func)
     with torch._C.DisableTorchFunctionSubclass():
@@ -697,7 +797,8 @@ def _with_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return func(*args, **kwargs)
 
 
-def _as_distributed(leaf: Any, mesh: DeviceMesh) -> Any:
+def as_distributed(leaf: Any, mesh: DeviceMesh) -> Any:
+    """Returns a leaf, or where it is a plain torch tensor that requires grad, its replicas."""
     plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, Tensor)
     if plain and leaf.requires_grad:
         return FromTorch.apply(leaf, mesh)
@@ -757,7 +858,7 @@ def _run_eagerly(
     )
     if entry is _ON_HOST:
         return _on_host(func, arguments, treespec)
-    return unflatten(entry.treespec, entry.run(arguments.leaves, check_aliases=False))
+    return unflatten(entry.treespec, entry.run(arguments, check_aliases=False))
 
 
 def lookup(

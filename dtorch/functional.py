@@ -159,6 +159,9 @@ def _as_written(tracer: Tracer, target: torch.Tensor, source: Any) -> int:
     return value
 
 
+_RESHAPES = ("resize", "resize_as", "resize_as_sparse", "set")
+
+
 @functools.lru_cache(maxsize=4096)
 def functional_form(op: torch._ops.OpOverload) -> Form:
     """Returns the functional counterpart of a mutating operation.
@@ -173,7 +176,7 @@ def functional_form(op: torch._ops.OpOverload) -> Form:
     name = op.overloadpacket.__name__.removesuffix("_")
     if op.overloadpacket in (aten.copy_, aten.fill_, aten.zero_):
         return Form(op, aten.full_like.default, mutated, outs)
-    for packet in (name, f"{name}_functional"):
+    for packet in () if name in _RESHAPES else (name, f"{name}_functional"):
         for candidate in _overloads(packet):
             pure = kind_of(candidate) is Kind.PURE
             if pure and [(a.name, str(a.type)) for a in candidate._schema.arguments] == wanted:

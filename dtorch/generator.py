@@ -50,12 +50,13 @@ def state_of(generator: torch.Generator | None, mesh: DeviceMesh) -> Tensor:
         return place(_checked(generator, mesh).get_state(), mesh, replicated)
     source = _torch_default(mesh)
     now = source.get_state()
-    known = _Default.state is not None and not _failed(_Default.state)
-    if not known or _Default.seen is None or not torch.equal(now, _Default.seen):
-        _Default.state = place(now, mesh, replicated)
-    if _Default.state.device_mesh != mesh:
-        _Default.state = _Default.state.redistribute(mesh, replicated)
-    return _Default.state
+    state, seen = _Default.state, _Default.seen
+    if state is None or seen is None or _failed(state) or not torch.equal(now, seen):
+        state = place(now, mesh, replicated)
+    if state.device_mesh != mesh:
+        state = state.redistribute(mesh, replicated)
+    _Default.state = state
+    return state
 
 
 def _failed(state: Tensor) -> bool:

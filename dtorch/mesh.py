@@ -282,11 +282,11 @@ def _grid(ids: Any) -> tuple[tuple[int, ...], list[int]]:
             f"device ids {ids!r} are not a rectangular grid of integers ({e}). "
             "Pass nested lists of equal lengths, such as [[0, 1], [2, 3]]."
         ) from e
+    if not grid.size:
+        raise MeshError(f"device ids {ids!r} hold no device; a mesh needs at least one.")
     if grid.dtype.kind not in "iu":
         raise MeshError(f"device ids {ids!r} are not integers.")
     flat = grid.flatten().tolist()
-    if not flat:
-        raise MeshError(f"device ids {ids!r} hold no device; a mesh needs at least one.")
     repeated = sorted({i for i in flat if flat.count(i) > 1}) if len(set(flat)) < len(flat) else []
     if repeated:
         raise MeshError(f"device ids {ids!r} repeat {repeated}; each device may appear once.")

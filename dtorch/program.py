@@ -9,6 +9,7 @@ data, and pickle (operations by name).
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -150,6 +151,19 @@ class Program:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+
+def _operation(name: str, overload: str) -> torch._ops.OpOverload:
+    namespace, packet = name.split("::")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def _name_of(op: torch._ops.OpOverload) -> tuple[Any, tuple[str, str]]:
+    return _operation, (op._schema.name, op._overloadname)
+
+
+# PyTorch's operations do not pickle by themselves.
+copyreg.pickle(torch._ops.OpOverload, _name_of)
 
 
 def refs(tree: Any) -> Iterator[Ref]:

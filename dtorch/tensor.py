@@ -496,14 +496,14 @@ def place_parts(source: torch.Tensor, spec: Spec, copy: bool) -> Handles:
     """Returns a handle to each device's part of a torch tensor."""
 
     def part(box: Box, device: torch.device) -> Handle | Borrowed:
-        cut = source
+        cut = source.detach()
         for dim, (start, stop) in enumerate(box):
             if (start, stop) != (0, source.shape[dim]):
                 cut = cut.narrow(dim, start, stop - start)
         if cut.device != device:
             return Handle(cut.to(device))
         # A tensor of inference mode has no version, so that a write to it would not be seen.
-        return Handle(cut.clone()) if copy or cut.is_inference() else Borrowed(cut)
+        return Handle(cut.clone()) if copy or cut.is_inference() else Borrowed(cut, source)
 
     return _placed(spec, part)
 

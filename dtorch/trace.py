@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import autograd, functional
 from .builder import Builder, has_rule
-from .errors import DataDependentError, TraceError
+from .errors import DataDependentError, MutationError, TraceError
 from .infer import infer
 from .mesh import DeviceMesh
 from .placement import Placements, Replicate, Shard
@@ -118,8 +118,12 @@ class SymbolicTensor(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        raise TraceError(
-            f"{func} got a tensor of a trace that has ended ({user_line() or 'unknown line'}).\n"
+        tensor = next(a for a in _flat_tensors((args, kwargs or {})) if isinstance(a, cls))
+        raise tensor._outlived(str(func))
+
+    def _outlived(self, what: str) -> TraceError:
+        return TraceError(
+            f"{what} got a tensor of a trace that has ended ({user_line() or 'unknown line'}).\n"
             "  Fix: return it from the traced function instead of storing it outside."
         )
 
@@ -141,10 +145,12 @@ class Source:
         kind: ``"leaf"`` (of the arguments), ``"capture"`` (a dtorch tensor), ``"constant"`` (a
             torch tensor) or ``"generator"`` (the state of one).
         item: The leaf's number, the tensor, or the generator (None for dtorch's own).
+        version: Of a torch tensor: its version when it was captured, if it has one.
     """
 
     kind: str
     item: Any
+    version: int | None = None
 
 
 class Tracer:
@@ -164,6 +170,7 @@ class Tracer:
         self.reads: set[int] = set()
         self.arguments: list[tuple[SymbolicTensor, int]] = []
         self.captures: list[tuple[SymbolicTensor, int, Tensor]] = []
+        self.constants: list[tuple[SymbolicTensor, int]] = []
         self.states: dict[torch.Generator | None, tuple[int, int]] = {}
         self._lifted: dict[int, tuple[Any, SymbolicTensor]] = {}
         self._scalars: dict[Any, int] = {}
@@ -259,18 +266,46 @@ class Tracer:
         The storage keeps its layout, and the value the tensor's dtype.
         """
         storage, path = tensor._storage, tensor._path
+        found = self.builder.specs[value].shape
+        if found != tensor.shape:
+            raise MutationError(
+                f"an in-place call would change a tensor's shape from {list(tensor.shape)} to "
+                f"{list(found)}, which a distributed tensor cannot do.\n"
+                "  Fix: use the functional form, or an out= tensor of the result's shape."
+            )
         value = self._cast(value, tensor.dtype)
         for depth in range(len(path) - 1, -1, -1):
             base = self._follow(storage, path[:depth])
             value = functional.put_back(self.builder, path[depth], base, value)
         layout = self.builder.specs[storage.value]
+        value = self._with_bits(value, layout)
+        if self.builder.specs[value].stride != layout.stride:
+            base = Ref(storage.value)
+            (value,) = self.builder.apply(aten.copy.default, (base, Ref(value)), {})
         storage.write(self.builder.move(value, layout.mesh, layout.placements))
         if path:
             self.read(tensor)
 
-    def _cast(self, value: int, dtype: torch.dtype) -> int:
-        if self.builder.specs[value].dtype == dtype:
+    def _with_bits(self, value: int, wanted: Spec) -> int:
+        """The same value with the conj and neg bits of what it is stored in."""
+        found = self.builder.specs[value]
+        if (found.conj, found.neg) == (wanted.conj, wanted.neg):
             return value
+        ops = [aten.resolve_conj.default, aten.resolve_neg.default]
+        ops += [aten.conj_physical.default, aten._conj.default] if wanted.conj else []
+        ops += [aten.neg.default, aten._neg_view.default] if wanted.neg else []
+        for op in ops:
+            (value,) = self.builder.apply(op, (Ref(value),), {})
+        return value
+
+    def _cast(self, value: int, dtype: torch.dtype) -> int:
+        found = self.builder.specs[value].dtype
+        if found == dtype:
+            return value
+        if not torch.can_cast(found, dtype):
+            raise RuntimeError(
+                f"result type {found} can't be cast to the desired output type {dtype}"
+            )
         (value,) = self.builder.apply(aten._to_copy.default, (Ref(value),), {"dtype": dtype})
         return value
 
@@ -303,15 +338,17 @@ class Tracer:
             symbolic = self.wrap(value)
             self.captures.append((symbolic, value, tensor))
             return symbolic
-        return self.constant(tensor)
+        constant = self.constant(tensor)
+        self.constants.append((constant, constant._storage.value))
+        return constant
 
     def constant(self, tensor: torch.Tensor) -> SymbolicTensor:
         """Returns the symbolic tensor of a plain torch tensor, replicated."""
-        tensor = tensor.detach()
         replicated = (Replicate(),) * self.mesh.ndim
         spec = Spec.of(tensor.shape, tensor.dtype, self.mesh, replicated, dense_stride(tensor))
         value = self.builder.add_input(spec)
-        self.sources.append(Source("constant", tensor))
+        version = None if tensor.is_inference() else tensor._version
+        self.sources.append(Source("constant", tensor, version))
         return self.wrap(value)
 
     def draw_state(self, generator: torch.Generator | None) -> int:
@@ -347,7 +384,7 @@ class Tracer:
             )
         if not decomposable and functional.draws(op, args, kwargs):
             return self._random(op, args, kwargs)
-        if decomposable and not has_rule(op):
+        if decomposable and (not has_rule(op) or functional.draws(op, args, kwargs)):
             return self._decompose(op, args, kwargs)
         return self.record(op, args, kwargs)
 
@@ -480,8 +517,12 @@ class Tracer:
             results = self._draw(form.op, *form.arguments(args, kwargs))
         else:
             results = form.record(self, args, kwargs)
-        for tensor, value in zip(written, results, strict=False):
+        # A functional form returns what the operation does, and after it the written arguments.
+        count = sum(r.alias_info is None for r in op._schema.returns)
+        for tensor, value in zip(written, results[count:], strict=False):
             self.write(tensor, value)
+        if count:
+            return self._wrapped(op, results[:count])
         return form.returns(args, kwargs)
 
     def _check_writable(
@@ -599,6 +640,14 @@ def _can_decompose(op: torch._ops.OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _COMPOSITE)
 
 
+def _flat_tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple, dict)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from _flat_tensors(item)
+
+
 def _flat(results: Any) -> list[Any]:
     if isinstance(results, list):
         return [r for item in results for r in _flat(item)]
@@ -635,6 +684,8 @@ def _with_dtype(
 
 def _refuse_data_dependent(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
     dynamic = torch.Tag.dynamic_output_shape in op.tags
+    if op is aten.where.default:
+        dynamic = True
     if op is aten.index.Tensor:
         dynamic = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
     if dynamic or torch.Tag.data_dependent_output in op.tags:
@@ -676,7 +727,7 @@ def _constant_value(tracer: Tracer, value: int) -> torch.Tensor | None:
     """The value of what depends on constants and factories only, or None for anything else."""
     if value in tracer.builder.inputs:
         source = tracer.sources[tracer.builder.inputs.index(value)]
-        return source.item if source.kind == "constant" else None
+        return source.item.detach() if source.kind == "constant" else None
     instruction = tracer.builder.producer(value)
     if not isinstance(instruction, Apply):
         return None if instruction is None else _constant_value(tracer, instruction.input)

@@ -24,9 +24,11 @@ from .dispatch import (
     Cache,
     CacheInfo,
     Compiled,
+    as_distributed,
     compile_call,
     compiled_from,
     ending,
+    exact,
     lookup,
     modes,
     submit_program,
@@ -37,9 +39,10 @@ from .lowering import lower
 from .placement import Placements, Replicate
 from .program import Program
 from .runtime import Executable
+from .scalars import evaluate
 from .spec import Spec
-from .tensor import Tensor
-from .trace import Source, SymbolicTensor, Tracer
+from .tensor import Tensor, place
+from .trace import NeedsAutograd, Source, SymbolicTensor, Tracer
 from .tree import flatten, leaf_path, map_leaves, unflatten
 
 _P = ParamSpec("_P")
@@ -57,12 +60,10 @@ class Static:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Static):
-            return False
-        return type(self.value) is type(other.value) and self.value == other.value
+        return isinstance(other, Static) and exact(self.value) == exact(other.value)
 
     def __hash__(self) -> int:
-        return hash((type(self.value), self.value))
+        return hash(exact(self.value))
 
 
 class _Traced:
@@ -125,11 +126,13 @@ class JitFunction(Generic[_P, _R]):
         if torch.is_grad_enabled() and any(
             isinstance(a, torch.Tensor) and a.requires_grad for a in leaves
         ):
+            leaves = [as_distributed(leaf, arguments.mesh) for leaf in leaves]
+            arguments = Arguments(leaves, (float,), arguments.mesh)
             entry = self._entry("grad", arguments, treespec)
-            results = entry.run(arguments.leaves)
+            results = entry.run(arguments)
         else:
             entry = self._entry("plain", arguments, treespec)
-            results = entry.run(arguments.leaves, check_aliases=True)
+            results = entry.run(arguments, check_aliases=True)
         self._give_away(args, results)
         return unflatten(entry.treespec, results)
 
@@ -384,35 +387,46 @@ class _Differentiable:
         self.grads_of = grads_of
         self.treespec = forward.treespec
 
-    def run(self, leaves: list[Any]) -> list[Any]:
+    def run(self, arguments: Arguments) -> list[Any]:
         """Runs the forward program as an autograd node; returns the result's leaves."""
-        inputs = [leaves[i] for i in self.wants]
+        inputs = [arguments.leaves[i] for i in self.wants]
         rest: list[Any] = []
-        outs = _Node.apply(self, leaves, rest, *inputs)
+        outs = _Node.apply(self, arguments, rest, *inputs)
         results = list(rest)
-        for place, out in zip(self.differentiable, outs or (), strict=True):
-            results[place] = out
+        for number, out in zip(self.differentiable, outs or (), strict=True):
+            results[number] = out
+        for number, output in enumerate(self.forward.outputs):
+            if output.kind == "again":
+                results[number] = results[output.item]
         return results
 
-    def gradients(self, saved: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor | None]:
+    def gradients(
+        self, saved: Sequence[Tensor], grads: Sequence[torch.Tensor | None], scalars: Sequence[Any]
+    ) -> list[Tensor | None]:
         """Runs the backward program; returns the gradient of each input, None for no effect."""
         specs = [self.program.specs[v] for v in self.program.inputs[len(saved) :]]
-        grads = [g.redistribute(s.mesh, s.placements) for g, s in zip(grads, specs, strict=True)]
-        values = run_program(self.program, self.backward, [*saved, *grads])
+        placed = [_placed_grad(g, s) for g, s in zip(grads, specs, strict=True)]
+        handles = [t._handles for t in (*saved, *placed)]
+        values = submit_program(self.program, self.backward, handles, scalars)
         return [None if i < 0 else values[i] for i in self.grads_of]
 
 
-def run_program(program: Program, executable: Executable, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Submits a program on tensors in its own layouts, and returns its outputs."""
-    return submit_program(program, executable, [t._handles for t in inputs], ())
+def _placed_grad(grad: torch.Tensor | None, spec: Spec) -> Tensor:
+    """A gradient in the layout that the backward program reads; zeros for a result not used."""
+    if isinstance(grad, Tensor):
+        return grad.redistribute(spec.mesh, spec.placements)
+    given = torch.zeros(spec.shape, dtype=spec.dtype) if grad is None else grad
+    return place(given, spec.mesh, spec.placements)
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Any, leaves: Any, rest: Any, *inputs: Any) -> Any:
-        results = call.forward.run(leaves, check_aliases=True)
+    def forward(ctx: Any, call: Any, arguments: Any, rest: Any, *inputs: Any) -> Any:
+        results = call.forward.run(arguments, check_aliases=True)
         count = len(call.forward.outputs)
         ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.scalars = [evaluate(e, arguments.values) for e in call.forward.expressions]
         ctx.save_for_backward(*results[count:])
         rest.extend(results[:count])
         return tuple(results[i] for i in call.differentiable)
@@ -420,7 +434,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None, None, *ctx.call.gradients(ctx.saved_tensors, grads)
+        return None, None, None, *ctx.call.gradients(ctx.saved_tensors, grads, ctx.scalars)
 
 
 def _compile_with_grad(
@@ -437,7 +451,10 @@ def _compile_with_grad(
         sources = [leaves[i].requires_grad_() for i in wants]
         args, kwargs = unflatten(treespec, leaves)
         found, result_tree = flatten(function(*args, **kwargs))
-        places = tuple(i for i, o in enumerate(found) if _is_differentiable(o, sources))
+        firsts = {id(o): i for i, o in reversed(list(enumerate(found)))}
+        places = tuple(
+            i for i, o in enumerate(found) if firsts[id(o)] == i and _is_differentiable(o, sources)
+        )
         end = ending(tracer, found)
         boundary = len(builder)
         outs = [found[i] for i in places]
@@ -613,9 +630,16 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Source: `jax.eval_shape`.
     """
     leaves, treespec = flatten((args, kwargs))
-    tracer = Tracer(Arguments(list(leaves), (), None).mesh, with_autograd=False)
-    arguments = Arguments(leaves, (), tracer.mesh)
-    with tracer.active():
-        args, kwargs = unflatten(treespec, symbolic_leaves(tracer, arguments, set()))
-        result = function(*args, **kwargs)
-        return map_leaves(lambda t: t._spec if isinstance(t, SymbolicTensor) else t, result)
+    arguments = Arguments(leaves, (), None)
+
+    def traced(with_autograd: bool) -> Any:
+        tracer = Tracer(arguments.mesh, with_autograd)
+        with tracer.active():
+            args, kwargs = unflatten(treespec, symbolic_leaves(tracer, arguments, set()))
+            result = function(*args, **kwargs)
+            return map_leaves(lambda t: t._spec if isinstance(t, SymbolicTensor) else t, result)
+
+    try:
+        return traced(with_autograd=False)
+    except NeedsAutograd:
+        return traced(with_autograd=True)

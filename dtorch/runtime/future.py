@@ -93,18 +93,19 @@ class Borrowed:
     Reading it after the caller has written to the memory gives a `Failure`.
     """
 
-    __slots__ = ("_part", "_version")
+    __slots__ = ("_owner", "_part", "_version")
 
     is_ready = True
 
-    def __init__(self, part: torch.Tensor) -> None:
+    def __init__(self, part: torch.Tensor, owner: torch.Tensor) -> None:
         self._part = part
-        self._version = part._version
+        self._owner = owner
+        self._version = owner._version
 
     @property
     def value(self) -> Any:
         """The local tensor, or a `Failure` if it has been written to."""
-        if self._part._version == self._version:
+        if self._owner._version == self._version:
             return self._part
         message = (
             "a torch tensor that dtorch reads in place (copy=False, or captured by a jitted "

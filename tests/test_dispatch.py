@@ -1,0 +1,546 @@
+"""Dispatch: what is in the key, what is not, what stays bounded, and eager mutation."""
+
+import gc
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import dtorch
+from dtorch import Partial, Replicate, Shard
+from dtorch.errors import MutationError
+from dtorch.runtime.future import Handle
+
+TWO = dtorch.DeviceMesh("cpu", [0, 1])
+F = torch.nn.functional
+
+
+def sharded(value: Any, placements: Any = None) -> dtorch.Tensor:
+    return dtorch.Tensor(value, device_mesh=TWO, placements=placements or [Shard(0)])
+
+
+def same(found: dtorch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.to_torch(), expected)
+    assert torch.equal(torch.signbit(found.to_torch()), torch.signbit(expected))
+
+
+def misses(call: Callable[[], Any]) -> int:
+    """How many programs a call adds to the eager cache."""
+    before = dtorch.cache_info().currsize
+    call()
+    return dtorch.cache_info().currsize - before
+
+
+# -- the key -------------------------------------------------------------------------------
+
+SCALARS = [1, 1.0, True, 0, 0.0, -0.0, False, 2, 2.0, 1j, -1, float("inf"), float("nan"), 2**40]
+
+
+@pytest.mark.parametrize(
+    "op", [operator.add, operator.mul, torch.true_divide, torch.pow, torch.where]
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool, torch.int8])
+def test_numbers_keep_their_type_and_sign(op: Any, dtype: torch.dtype) -> None:
+    value = torch.tensor([0, 1, 3, 0]).to(dtype)
+    x = sharded(value)
+    for scalar in SCALARS:
+        if op is torch.pow and dtype == torch.bool and isinstance(scalar, bool):
+            continue  # the meta kernel says int64, the real one gives bool
+        for kind in (lambda s: s, *([numpy.float64] if type(scalar) is float else [])):
+            number = kind(scalar)
+
+            def call(t: Any, number: Any = number) -> Any:
+                return torch.where(t > 0, t, number) if op is torch.where else op(t, number)
+
+            try:
+                expected = call(value)
+            except RuntimeError:
+                with pytest.raises(RuntimeError, match=r"\S"):
+                    call(x).to_torch()
+                continue
+            found = call(x)
+            assert found.dtype == expected.dtype
+            torch.testing.assert_close(found.to_torch(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_int_tensor_plus_one_then_plus_one_point_zero() -> None:
+    x = sharded(torch.arange(4))
+    assert (x + 1).dtype == torch.int64 and (x + 1.0).dtype == torch.float32
+    assert (x + True).dtype == torch.int64 and (x + 1).dtype == torch.int64
+    f = dtorch.jit(lambda t, s: t + s)
+    assert [f(x, s).dtype for s in (1, 1.0, True, 1)] == [torch.int64, torch.float32] + [
+        torch.int64
+    ] * 2
+
+
+def test_zero_and_minus_zero() -> None:
+    x = sharded(torch.ones(4))
+    f = dtorch.jit(lambda t, s: t / s)
+    g = dtorch.jit(lambda t, s: t / s, static_argnums=1)
+    h = dtorch.jit(lambda t, s: t / s[0], static_argnums=1)
+    for zero, expected in ((0.0, float("inf")), (-0.0, float("-inf")), (0.0, float("inf"))):
+        for call in (lambda t, s: t / s, f, g, lambda t, s: t.div(s), lambda t, s: h(t, (s,))):
+            assert call(x, zero).tolist() == [expected] * 4
+    assert [
+        (x * z).real.signbit().any().item() for z in (complex(0.0, 0.0), complex(-0.0, 0.0))
+    ] == [
+        (torch.ones(4) * z).real.signbit().any().item()
+        for z in (complex(0.0, 0.0), complex(-0.0, 0.0))
+    ]
+
+
+def test_static_arguments_keep_their_type() -> None:
+    seen: list[Any] = []
+    f = dtorch.jit(lambda x, s: seen.append(s) or x * 1, static_argnums=1)
+    x = sharded(torch.ones(2))
+    for s in (1, 1.0, True, (1,), (1.0,), (True,), ((1, 0.0),), ((1, -0.0),), "1", None):
+        f(x, s)
+        f(x, s)
+    assert [repr(s) for s in seen] == [
+        "1", "1.0", "True", "(1,)", "(1.0,)", "(True,)", "((1, 0.0),)", "((1, -0.0),)",
+        "'1'", "None",
+    ]  # fmt: skip
+
+
+def test_the_layout_is_in_the_key() -> None:
+    value = torch.arange(12.0).view(4, 3)
+    for placements in ([Shard(0)], [Shard(1)], [Replicate()], [Partial()], [Partial("max")]):
+        same(torch.relu(sharded(value, placements) - 3), torch.relu(value - 3))
+        same(sharded(value, placements).sum(0), value.sum(0))
+
+
+def test_strides_are_in_the_key() -> None:
+    value = torch.arange(6.0).view(2, 3)
+    for v in (value, value.t().contiguous().t()):
+        assert (sharded(v, [Replicate()]) + 1).stride() == (v + 1).stride()
+
+
+def test_autocast_entered_after_the_first_call() -> None:
+    a, b = torch.rand(4, 4), torch.rand(4, 4)
+    x, y = sharded(a), sharded(b, [Replicate()])
+    jitted = dtorch.jit(lambda x, y: F.linear(x, y))
+    for call in (F.linear, jitted):
+        assert call(x, y).dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = F.linear(a, b)
+            assert call(x, y).dtype == torch.bfloat16
+            torch.testing.assert_close(call(x, y).to_torch(), expected)
+        assert call(x, y).dtype == torch.float32
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert call(x, y).dtype == torch.float16
+
+
+def test_default_dtype_grad_mode_and_inference_mode_are_in_the_key() -> None:
+    x = sharded(torch.arange(4))
+    try:
+        assert (x / 2).dtype == torch.float32
+        torch.set_default_dtype(torch.float64)
+        assert (x / 2).dtype == torch.float64
+        assert dtorch.jit(lambda t: t / 2)(x).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    w = dtorch.ones(4, device_mesh=TWO, requires_grad=True)
+    with torch.no_grad():
+        assert not (w * 2).requires_grad
+    assert (w * 2).requires_grad
+    with torch.inference_mode():
+        assert (w * 2).tolist() == [2.0] * 4
+    assert (w * 2).requires_grad
+
+
+def test_kernel_choices_are_captured_when_the_call_is_made() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 16, 8) for _ in range(3))
+    mine = [dtorch.Tensor(t, device="cpu") for t in (q, k, v)]
+    for call in (F.scaled_dot_product_attention, dtorch.jit(F.scaled_dot_product_attention)):
+        for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+            with sdpa_kernel(backend):
+                expected = F.scaled_dot_product_attention(q, k, v)
+                found = call(*mine)
+            assert torch.equal(found.to_torch(), expected), backend
+    with sdpa_kernel(SDPBackend.MATH):
+        names = str(dtorch.jit(F.scaled_dot_product_attention).program(*mine))
+    assert "flash" not in names
+
+
+def test_deterministic_algorithms_are_in_the_key() -> None:
+    x = dtorch.zeros(4, device_mesh=TWO)
+    index = torch.tensor([0, 0, 1])
+    try:
+        for value in (False, True, False):
+            torch.use_deterministic_algorithms(value)
+            y = torch.index_put(x, (index,), torch.ones(3), accumulate=True)
+            assert y.tolist() == [2, 1, 0, 0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# -- what is a value at run time -----------------------------------------------------------
+
+
+def test_changing_numbers_do_not_retrace() -> None:
+    x = sharded(torch.arange(4.0))
+    for step in range(2):
+        x * step, x + step / 7, x.clamp(max=step + 0.5), torch.add(x, x, alpha=step + 0.25)
+    before = dtorch.cache_info()
+    for step in range(2, 40):
+        assert (x * step).tolist() == [i * float(step) for i in range(4)]
+        same(x + step / 7, torch.arange(4.0) + step / 7)
+        same(x.clamp(max=step + 0.5), torch.arange(4.0).clamp(max=step + 0.5))
+        same(
+            torch.add(x, x, alpha=step + 0.25),
+            torch.add(*[torch.arange(4.0)] * 2, alpha=step + 0.25),
+        )
+    assert dtorch.cache_info().currsize == before.currsize
+    f = dtorch.jit(lambda t, s: t * s + s / 2 - torch.full((4,), s) * -s)
+    for step in range(30):
+        s = step / 3
+        value = torch.arange(4.0)
+        same(f(x, s), value * s + s / 2 - torch.full((4,), s) * -s)
+    assert f.cache_info().currsize == 1
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    x = sharded(torch.arange(4.0))
+    x * numpy.float64(0.5)
+    x * numpy.float32(0.5)
+    before = dtorch.cache_info().currsize
+    for step in range(20):
+        same(x * numpy.float64(step / 3), torch.arange(4.0) * numpy.float64(step / 3))
+        same(x * numpy.float32(step), torch.arange(4.0) * numpy.float32(step))
+    assert dtorch.cache_info().currsize - before <= 2
+
+
+def test_numbers_that_shape_the_result_do_retrace() -> None:
+    x = sharded(torch.arange(6.0))
+    for n in (2, 3, 2):
+        assert x.view(n, 6 // n).shape == (n, 6 // n)
+        assert torch.zeros_like(x).new_full((n,), 1.0).shape == (n,)
+        assert x.repeat(n).shape == (6 * n,) and x.chunk(n)[0].shape == (-(-6 // n),)
+        assert x.view(3, 2).sum(n - 2).shape == torch.zeros(3, 2).sum(n - 2).shape
+    f = dtorch.jit(lambda t, n: t[:n] * n)
+    assert [f(x, n).shape[0] for n in (2, 3, 2)] == [2, 3, 2]
+    g = dtorch.jit(lambda t, s: t * 2 if s > 0.5 else t)
+    assert [g(x, s)[1].item() for s in (0.0, 1.0, 0.25, 0.75)] == [1.0, 2.0, 1.0, 2.0]
+
+
+def test_a_plain_operand_is_copied_at_the_call() -> None:
+    x = sharded(torch.ones(4))
+    t = torch.full((4,), 3.0)
+    array = numpy.full(4, 2.0, dtype="float32")
+    f = dtorch.jit(torch.add)
+    for call in (torch.add, f):
+        y = call(x, t)
+        t.zero_()
+        assert y.tolist() == [4.0] * 4
+        t.fill_(3.0)
+    y = f(x, array)
+    array[:] = 0
+    assert y.tolist() == [3.0] * 4
+
+
+def test_plain_operands_in_every_position() -> None:
+    x, value, t = sharded(torch.arange(4.0)), torch.arange(4.0), torch.tensor([1.0, 2, 3, 4])
+    for op in (operator.add, operator.sub, operator.truediv, torch.maximum, torch.dot, torch.outer):
+        same(op(x, t), op(value, t))
+        same(op(t, x), op(t, value))
+    same(torch.cat([t, x]), torch.cat([t, value]))
+    same(torch.stack([x, t])[1], t)
+    assert (2 - x).tolist() == [2, 1, 0, -1] and (1 / (x + 1))[0].item() == 1
+    wrapped = torch.tensor(2.0, dtype=torch.float64)
+    assert (x * wrapped).dtype == torch.float32
+
+
+# -- bounds --------------------------------------------------------------------------------
+
+
+def rss() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_nothing_grows() -> None:
+    """10,000 eager operations and 1,000 jitted calls, with all that changes from call to call."""
+    x = sharded(torch.arange(16.0))
+    w = dtorch.ones(16, device_mesh=TWO, requires_grad=True)
+
+    def eager(count: int) -> None:
+        for i in range(count):
+            y = x * (i / 7)
+            y = y + torch.full((16,), float(i))
+            y = torch.relu(y - i)
+            y += 1.5 * i
+            if i % 20 == 0:
+                (w * i).sum().backward()
+                w.grad = None
+                y.redistribute(placements=[Replicate()]).to_torch()
+                torch.rand_like(y)
+
+    def jitted(count: int) -> None:
+        f = dtorch.jit(lambda t, s, p: torch.relu(t * s + p))
+        for i in range(count):
+            f(x, i / 3, torch.ones(16))
+            if i % 2 == 0:
+                dtorch.jit(lambda t, i=i: t * i + 1.0)(x).sum().item()
+        assert f.cache_info().currsize <= 2
+
+    def settle() -> tuple[int, int, int, int]:
+        dtorch.synchronize()
+        gc.collect()
+        handles = sum(type(o) is Handle for o in gc.get_objects())
+        return handles, threading.active_count(), dtorch.cache_info().currsize, rss()
+
+    eager(300)
+    jitted(200)
+    before = settle()
+    eager(2500)
+    jitted(1000)
+    after = settle()
+    assert after[0] <= before[0] + 10 and after[1] == before[1]
+    assert after[2] <= before[2] + 4
+    assert after[3] - before[3] < 8 << 20
+
+
+def test_fresh_functions_are_forgotten() -> None:
+    from dtorch.dispatch import Cache
+
+    def num_caches() -> int:
+        gc.collect()
+        return sum(type(o) is Cache for o in gc.get_objects())
+
+    x = sharded(torch.ones(4))
+    before = num_caches()
+    for _ in range(50):
+        dtorch.jit(lambda t: t + 1)(x)
+    assert num_caches() <= before + 1
+
+
+def test_the_same_function_jitted_again_is_not_traced_again() -> None:
+    count = 0
+
+    def f(t: Any) -> Any:
+        nonlocal count
+        count += 1
+        return t + 1
+
+    x = sharded(torch.ones(4))
+    for _ in range(5):
+        dtorch.jit(f)(x)
+    assert count == 1
+
+
+def test_the_cache_is_bounded() -> None:
+    f = dtorch.jit(lambda t, n: t[:n], maxsize=8)
+    x = sharded(torch.ones(64))
+    for n in range(40):
+        f(x, n)
+    assert f.cache_info().currsize <= 8 and f.cache_info().maxsize == 8
+    f.cache_clear()
+    assert f.cache_info() == (0, 0, 8, 0)
+    assert dtorch.cache_info().maxsize >= 1024
+
+
+def test_a_second_call_does_no_propagation(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dtorch import builder
+
+    x, y = sharded(torch.ones(4)), sharded(torch.ones(4))
+    torch.stack([x, y])
+    torch.cat((x, y)).sum()
+    calls: list[Any] = []
+    original = builder.propagate
+    monkeypatch.setattr(builder, "propagate", lambda *a: calls.append(a) or original(*a))
+    torch.stack([x, y])
+    torch.cat((x, y)).sum()
+    assert calls == []
+    torch.stack([x, y, x])
+    assert calls
+
+
+# -- eager mutation ------------------------------------------------------------------------
+
+
+def test_an_in_place_call_rebinds_the_base() -> None:
+    for placements in ([Shard(0)], [Replicate()], [Partial()]):
+        x = sharded(torch.arange(4.0), placements)
+        alias, version = x.detach(), x._version
+        assert x.add_(1) is x and x.placements == placements
+        x *= 2
+        x.clamp_(max=6.0)
+        torch.relu_(x)
+        assert x.tolist() == alias.tolist() == [2, 4, 6, 6] and x._version > version
+
+
+def test_index_assignment_sets_the_global_element() -> None:
+    value = torch.arange(12.0).view(4, 3)
+    x = sharded(value)
+    for index, new in (
+        (1, 5.0),
+        ((slice(None), 1), -1.0),
+        ((2, 2), 7),
+        (slice(0, 3, 2), torch.ones(2, 3)),
+        ((torch.tensor([0, 3]), torch.tensor([0, 2])), torch.tensor([8.0, 9.0])),
+        (Ellipsis, 0.5),
+        (value > 0.4, 2.0),
+        ((None, 3), sharded(torch.ones(3))),
+    ):
+        x[index] = new
+        value[index] = new.to_torch() if isinstance(new, dtorch.Tensor) else new
+        assert torch.equal(x.to_torch(), value) and x.placements == [Shard(0)]
+    mask = x > 1
+    x[mask] = 0
+    value[value > 1] = 0
+    assert torch.equal(x.to_torch(), value)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t[1],
+        lambda t: t[:2],
+        lambda t: t.view(2, 2),
+        lambda t: t.unsqueeze(0),
+        lambda t: t.chunk(2)[0],
+        lambda t: t.detach()[1:],
+        lambda t: t.expand(3, 4),
+        lambda t: t.unbind()[0],
+        lambda t: t.as_strided((2,), (1,)),
+        lambda t: t[1:][1:],
+    ],
+)
+def test_mutation_through_a_view_raises_and_changes_nothing(view: Callable[..., Any]) -> None:
+    x = sharded(torch.arange(4.0))
+    v = view(x)
+    with pytest.raises(
+        MutationError, match=r"an in-place call on a view .*\n  Fix: index the base"
+    ):
+        v.add_(1)
+    with pytest.raises(MutationError, match="would have to change a view of it"):
+        x.add_(1)
+    with pytest.raises(MutationError, match="view"):
+        v.fill_(3)
+    assert x.tolist() == [0, 1, 2, 3]
+    del v
+    x.add_(1)
+    assert x.tolist() == [1, 2, 3, 4]
+
+
+def test_a_view_that_nobody_else_sees_may_be_written() -> None:
+    v = (sharded(torch.arange(4.0)) * 2)[1:]
+    v.add_(1)
+    assert v.tolist() == [3, 5, 7]
+    w = torch.nn.Parameter(sharded(torch.ones(4, 3)))
+    F.linear(sharded(torch.ones(2, 3), [Replicate()]), w).sum().backward()
+    torch.nn.utils.clip_grad_norm_([w], 1.0)
+    assert w.grad is not None and w.grad.square().sum().item() == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_copy_is_no_view() -> None:
+    x = sharded(torch.arange(4.0))
+    for y in (
+        x.clone(),
+        x[torch.tensor([0, 1, 2, 3])],
+        x + 0,
+        x.to(torch.float64),
+        dtorch.tensor(x),
+    ):
+        y.zero_()
+        assert y.tolist() == [0.0] * 4
+    assert x.tolist() == [0, 1, 2, 3]
+
+
+def test_a_write_to_a_redistributed_tensor_is_its_own() -> None:
+    x = sharded(torch.arange(4.0))
+    y = x.redistribute(placements=[Replicate()])
+    y.zero_()
+    assert x.tolist() == [0, 1, 2, 3] and y.tolist() == [0] * 4
+
+
+def test_the_same_tensor_written_twice_in_one_call() -> None:
+    x = sharded(torch.ones(4))
+    with pytest.raises(MutationError, match="under another name"):
+        torch._foreach_add_([x, x], 1.0)
+    assert x.tolist() == [1.0] * 4
+
+
+def test_data_assignment() -> None:
+    p = torch.nn.Parameter(sharded(torch.ones(4)))
+    p.data = sharded(torch.zeros(4), [Replicate()])
+    assert p.tolist() == [0.0] * 4 and p.placements == [Shard(0)]
+    with pytest.raises(MutationError, match=r"takes only a dtorch\.Tensor of the same shape"):
+        p.data = torch.zeros(4)
+
+
+def test_shape_changing_in_place_calls_raise() -> None:
+    x = sharded(torch.ones(4, 2))
+    for call in (x.t_, lambda: x.resize_(2, 2), lambda: x.unsqueeze_(0), lambda: x.set_(x + 1)):
+        with pytest.raises(MutationError, match="changes a tensor's shape or storage in place"):
+            call()
+    with pytest.raises(MutationError, match=r"shape from \[0\] to \[2\]"):
+        torch.sum(x, 0, out=dtorch.empty(0, device_mesh=TWO))
+    assert x.shape == (4, 2) and x.sum().item() == 8
+
+
+def test_optimizers_update_in_place() -> None:
+    for make in (
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adam(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    ):
+        torch.manual_seed(0)
+        plain = torch.nn.Linear(4, 3)
+        mine = torch.nn.Linear(4, 3)
+        mine.weight = torch.nn.Parameter(sharded(plain.weight))
+        mine.bias = torch.nn.Parameter(sharded(plain.bias, [Replicate()]))
+        x = torch.randn(5, 4)
+        for module, data in ((plain, x), (mine, sharded(x, [Replicate()]))):
+            optimizer = make(module.parameters())
+            for _ in range(3):
+                optimizer.zero_grad()
+                module(data).square().mean().backward()
+                optimizer.step()
+        assert mine.weight.placements == [Shard(0)]
+        torch.testing.assert_close(mine.weight.detach().to_torch(), plain.weight.detach())
+        torch.testing.assert_close(mine.bias.detach().to_torch(), plain.bias.detach())
+
+
+# -- errors at the call --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t(torch.ones(2, 3)) @ t(torch.ones(2, 3)),
+        lambda t: t(torch.ones(4)) + t(torch.ones(3)),
+        lambda t: t(torch.ones(4)).view(3),
+        lambda t: torch.relu(t(torch.ones(4, dtype=torch.bool))),
+        lambda t: t(torch.ones(4, 4)) @ t(torch.ones(4, 4, dtype=torch.float64)),
+        lambda t: torch.bitwise_and(t(torch.ones(4)), 1),
+        lambda t: torch.softmax(t(torch.ones(4, dtype=torch.int64)), 0),
+        lambda t: t(torch.ones(4)).sum(3),
+        lambda t: torch.fft.fft(t(torch.ones(4, dtype=torch.bfloat16))),
+        lambda t: t(torch.ones(4, dtype=torch.int64)).mean(),
+        lambda t: t(torch.ones(4)).add_(1j),
+        lambda t: t(torch.arange(4)).add_(0.5),
+        lambda t: torch.linalg.inv(t(torch.ones(2, 2, dtype=torch.int64))),
+        lambda t: F.embedding(t(torch.ones(2)), t(torch.ones(4, 2))),
+        lambda t: torch.nn.functional.layer_norm(t(torch.ones(2, 3)), (4,)),
+        lambda t: t(torch.ones(4))[7],
+        lambda t: torch.cat([t(torch.ones(4)), t(torch.ones(2, 2))]),
+        lambda t: -t(torch.ones(4, dtype=torch.bool)),
+        lambda t: torch.add(t(torch.ones(4)), 1, alpha="x"),
+        lambda t: torch.no_such_function(t),
+    ],
+)
+def test_what_pytorch_refuses_raises_at_the_call(call: Callable[..., Any]) -> None:
+    with pytest.raises(Exception, match=r"\S") as expected:
+        call(lambda v: v)
+    for wrap in (call, lambda t: dtorch.jit(lambda: call(t))()):
+        with pytest.raises(expected.type, match=r"\S"):
+            wrap(lambda v: dtorch.Tensor(v, device_mesh=TWO))

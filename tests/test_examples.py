@@ -1,0 +1,67 @@
+"""Every example runs as a user would run it: with no argument, or with those of the README."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+SECONDS = 110
+
+
+def run(*arguments: str | Path) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        cwd=ROOT,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
+def test_each_says_what_it_shows_and_how_to_run_it(example: Path) -> None:
+    text = example.read_text()
+    assert text.startswith('"""') and f"python examples/{example.name}" in text.split('"""')[1]
+    assert len(text.splitlines()) < 320
+
+
+def test_llama_with_its_own_model() -> None:
+    out = run("examples/llama.py", "--max-new-tokens", "40")
+    text, _, rest = out.partition("\n\n")
+    assert len(text) > 20 and "tokens/s" in rest
+    assert "DeviceMesh('cpu', [[0, 1], [2, 3]], mesh_dim_names=('dp', 'tp'))" in rest
+    assert "Shard(dim=0)" in rest and "Shard(dim=1)" in rest
+
+
+def test_llama_prints_the_same_text_on_every_mesh() -> None:
+    texts = {
+        run("examples/llama.py", "--max-new-tokens", "30", "--mesh", mesh).partition("\n\n")[0]
+        for mesh in ("tp=1", "dp=2,tp=2")
+    }
+    assert len(texts) == 1
+
+
+def test_llama_with_a_model_a_prompt_and_a_temperature(shared: Callable[[str], Path]) -> None:
+    folder = shared("models/stories260K")
+    arguments = ["examples/llama.py", "--model", folder, "--mesh", "tp=2", "--max-new-tokens", "24"]
+    begin = time.monotonic()
+    out = run(*arguments, "--prompt", "Once upon a time", "--temperature", "0.8")
+    assert out.startswith("Once upon a time") and time.monotonic() - begin < 60
+    assert (
+        run(*arguments, "--prompt", "Once upon a time", "--temperature", "0.8").split("\n\n")[0]
+        == (out.split("\n\n")[0])
+    )
+
+
+def test_train_llama_starts(tmp_path: Path) -> None:
+    assert "usage" in run("examples/train_llama.py", "--help")

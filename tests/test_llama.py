@@ -1,0 +1,165 @@
+"""`examples/llama.py` on the trained stories260K: the published text on every mesh, in parallel."""
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import dtorch
+from dtorch.program import Apply, Program
+from dtorch.redistribution import Collective
+
+pytest.importorskip("safetensors")
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+NUM_TOKENS = 255
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("llama_example", EXAMPLES / "llama.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def folder(shared: Callable[[str], Path]) -> Path:
+    return shared("models/stories260K")
+
+
+def mesh_of(dp: int, tp: int) -> dtorch.DeviceMesh:
+    return dtorch.init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def load(llama: ModuleType, folder: Path, mesh: dtorch.DeviceMesh) -> tuple[Any, Any]:
+    config = llama.read_config(folder)
+    plan = llama.PLAN if config["tie_word_embeddings"] else llama.PLAN | llama.HEAD_PLAN
+    return config, dtorch.parallel.load(folder, mesh, plan)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_the_greedy_story(llama: ModuleType, folder: Path, dp: int, tp: int) -> None:
+    expected = json.loads((folder / "expected_greedy.json").read_text())
+    expected = expected["prompt_ids"] + expected["greedy_ids"][len(expected["prompt_ids"]) :]
+    mesh = mesh_of(dp, tp)
+    config, params = load(llama, folder, mesh)
+    prompt = torch.full((dp, 1), config["bos_token_id"])
+    tokens: Iterator[Any] = llama.generate(config, params, mesh, prompt, NUM_TOKENS, 0.0)
+    found = [[config["bos_token_id"]] for _ in range(dp)]
+    for ids in tokens:
+        for text, (token,) in zip(found, ids.tolist(), strict=True):
+            text.append(token)
+    assert len(expected) == 1 + NUM_TOKENS
+    assert found == [expected] * dp
+
+
+def decode_program(llama: ModuleType, folder: Path, mesh: dtorch.DeviceMesh) -> tuple[Any, Program]:
+    config, params = load(llama, folder, mesh)
+    cache = {i: llama.nn.cache_init(1, config["num_key_value_heads"], 64, config["head_dim"])
+             for i in params["model"]["layers"]}  # fmt: skip
+    inputs = {
+        "ids": torch.ones(1, 1, dtype=torch.int64),
+        "position": torch.tensor([5]),
+        "cache": cache,
+    }
+    plan = {k: v for k, v in llama.INPUT_PLAN.items() if k.split(".")[0] in inputs}
+    placed = dtorch.parallel.shard(inputs, mesh, plan)
+
+    def step(params: Any, ids: Any, position: Any, cache: Any) -> Any:
+        return llama.decode(config, params, ids, position, cache)
+
+    jitted = dtorch.jit(step)
+    return config, jitted.program(params, placed["ids"], placed["position"], placed["cache"])
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_decode_step_is_truly_parallel(llama: ModuleType, folder: Path, tp: int) -> None:
+    config, program = decode_program(llama, folder, mesh_of(1, tp))
+    assert program.fallbacks() == []
+    kinds = [i.step.kind for i in program.communication()]
+    # One after the embedding, whose vocabulary is split; the logits are gathered.
+    assert kinds.count(Collective.ALL_REDUCE) == 2 * config["num_hidden_layers"] + 1
+    rest = [k for k in kinds if k is not Collective.ALL_REDUCE]
+    assert len(rest) <= 1 and set(rest) <= {Collective.ALL_GATHER}
+    products = [
+        i for i in program.instructions
+        if isinstance(i, Apply) and any(n in str(i.op) for n in ("linear", "mm", "matmul"))
+    ]  # fmt: skip
+    assert len(products) >= 7 * config["num_hidden_layers"]
+    for product in products:
+        weights = [program.specs[v] for v in product.inputs()]
+        assert any(not s.is_replicated for s in weights), product
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_each_device_holds_its_share(llama: ModuleType, folder: Path, tp: int) -> None:
+    mesh = mesh_of(1, tp)
+    _, params = load(llama, folder, mesh)
+    leaves = optree.tree_leaves(params)
+    total = sum(t.numel() * t.element_size() for t in leaves)
+    held = dict.fromkeys(range(tp), 0)
+    for leaf in leaves:
+        for device, part in leaf.local_shards().items():
+            held[device] += part.numel() * part.element_size()
+    for count in held.values():
+        assert count <= 1.1 * total / tp
+    assert math.isclose(max(held.values()), min(held.values()), rel_tol=0.1)
+
+
+def test_one_device_is_pytorch_bit_for_bit(llama: ModuleType, folder: Path) -> None:
+    """The whole forward, the prefill and a decode step are those on torch tensors."""
+    config, params = load(llama, folder, dtorch.DeviceMesh("cpu", [[0]], ("dp", "tp")))
+    plain = optree.tree_map(lambda t: t.to_torch(), params)
+    ids = torch.tensor([[1, 403, 407, 261, 378]])
+    sizes = 1, config["num_key_value_heads"], 16, config["head_dim"]
+    caches = [{i: llama.nn.cache_init(*sizes) for i in plain["model"]["layers"]} for _ in range(2)]
+    mesh = dtorch.DeviceMesh("cpu", [[0]], ("dp", "tp"))
+    caches[1] = dtorch.parallel.shard(caches[1], mesh)
+    with torch.inference_mode():
+        expected = llama.forward(config, plain, ids)
+        first, cache = llama.prefill(config, plain, ids, caches[0])
+        second, _ = llama.decode(config, plain, ids[:, :1], torch.tensor([5]), cache)
+    jitted = [
+        dtorch.jit(f, static_argnums=0)
+        for f in (forward_of(llama), prefill_of(llama), decode_of(llama))
+    ]
+    key = Frozen(config)
+    assert torch.equal(jitted[0](key, params, ids).to_torch(), expected)
+    found, cache = jitted[1](key, params, ids, caches[1])
+    assert torch.equal(found.to_torch(), first)
+    found, _ = jitted[2](key, params, ids[:, :1], torch.tensor([5]), cache)
+    assert torch.equal(found.to_torch(), second)
+
+
+class Frozen:
+    """A configuration that can be a static argument."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+def forward_of(llama: ModuleType) -> Callable[..., Any]:
+    return lambda c, *args: llama.forward(c.config, *args)
+
+
+def prefill_of(llama: ModuleType) -> Callable[..., Any]:
+    return lambda c, *args: llama.prefill(c.config, *args)
+
+
+def decode_of(llama: ModuleType) -> Callable[..., Any]:
+    return lambda c, *args: llama.decode(c.config, *args)
+
+
+def test_axes_that_a_mesh_lacks_are_ignored_by_the_plan(llama: ModuleType, folder: Path) -> None:
+    mesh = dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    _, params = load(llama, folder, mesh)
+    assert all(t.placements == [dtorch.Replicate()] for t in optree.tree_leaves(params))
