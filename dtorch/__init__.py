@@ -20,12 +20,13 @@ from .factories import NAMES as _FACTORIES
 from .factories import factory as _factory
 from .factories import tensor
 from .generator import manual_seed
+from .jit import JitFunction, jit
 from .mesh import DeviceMesh, init_device_mesh
 from .placement import P, Partial, PartitionSpec, Placement, Replicate, Shard
 from .program import Program
 from .runtime import TensorFuture, synchronize
 from .tensor import Tensor
-from .transforms import JitFunction, eval_shape, grad, jit, value_and_grad
+from .transforms import eval_shape, grad, value_and_grad
 
 __version__ = "0.1.0"
 

@@ -155,6 +155,11 @@ def _checked(placement: Placement, axis: int, mesh: DeviceMesh, ndim: int) -> Pl
     return placement if placement.dim >= 0 else Shard(placement.dim + ndim)
 
 
+def complete(placements: Sequence[Placement]) -> Placements:
+    """Returns placements with `Replicate` in place of `Partial`: the layout of a gradient."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
 class PartitionSpec(tuple):
     """For each tensor dim, the mesh axes that split it: ``P("dp", None, ("tp", "cp"))``.
 

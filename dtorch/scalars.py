@@ -209,3 +209,11 @@ def evaluate(expression: Expression, arguments: Sequence[Any]) -> Any:
     if expression[0] == "constant":
         return expression[1]
     return _operation(expression[0])(*(evaluate(e, arguments) for e in expression[1:]))
+
+
+def concrete(value: Any) -> Any:
+    """Returns nested lists and tuples, as lists, with symbolic numbers replaced by their values."""
+    if isinstance(value, (list, tuple)):
+        return [concrete(v) for v in value]
+    node = node_of(value)
+    return value if node is None else node.value

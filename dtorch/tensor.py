@@ -18,14 +18,12 @@ import torch
 from . import printing
 from .errors import DonatedError, PlacementError
 from .mesh import DeviceMesh
-from .placement import Partial, Placement, Placements, Replicate, Shard, normalized
+from .parts import Handles, assembled, dense_stride, indices_to_fetch, place_parts, placed_parts
+from .placement import Placement, Placements, Replicate, normalized
 from .runtime import TensorFuture
-from .runtime.collectives import nothing, reduce_parts
-from .runtime.future import Borrowed, Failure, Handle, values_of, wait_all
+from .runtime.future import Failure, Handle, values_of, wait_all
 from .runtime.worker import check_not_on_worker
 from .spec import Box, Spec
-
-Handles = tuple[Handle | Borrowed, ...]
 
 
 class EntryPoints:
@@ -311,9 +309,9 @@ class Tensor(torch.Tensor):
         """
         check_not_on_worker("fetching a tensor")
         spec = self._spec
-        wanted = _indices_to_fetch(spec)
+        wanted = indices_to_fetch(spec)
         handles = [self._handles[i] for i in wanted]
-        return TensorFuture(handles, lambda parts: _assembled(spec, wanted, parts))
+        return TensorFuture(handles, lambda parts: assembled(spec, wanted, parts))
 
     def local_shards(self) -> dict[int, torch.Tensor]:
         """Returns a copy of each device's local tensor, by device id.
@@ -485,29 +483,6 @@ def place(
     return Tensor._of(spec, place_parts(source, spec, copy))
 
 
-def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns the strides that a copy of a tensor has."""
-    if tensor.is_contiguous():
-        return tensor.stride()
-    return torch.empty_like(tensor, device="meta").stride()
-
-
-def place_parts(source: torch.Tensor, spec: Spec, copy: bool) -> Handles:
-    """Returns a handle to each device's part of a torch tensor."""
-
-    def part(box: Box, device: torch.device) -> Handle | Borrowed:
-        cut = source.detach()
-        for dim, (start, stop) in enumerate(box):
-            if (start, stop) != (0, source.shape[dim]):
-                cut = cut.narrow(dim, start, stop - start)
-        if cut.device != device:
-            return Handle(cut.to(device))
-        # A tensor of inference mode has no version, so that a write to it would not be seen.
-        return Handle(cut.clone()) if copy or cut.is_inference() else Borrowed(cut, source)
-
-    return _placed(spec, part)
-
-
 def from_boxes(spec: Spec, read: Callable[[Box], torch.Tensor]) -> Tensor:
     """Returns a tensor whose parts are read box by box, each distinct one once.
 
@@ -515,31 +490,7 @@ def from_boxes(spec: Spec, read: Callable[[Box], torch.Tensor]) -> Tensor:
         spec: The spec of the tensor.
         read: Returns a box of the global value as a new torch tensor.
     """
-    return Tensor._of(spec, _placed(spec, lambda box, device: Handle(read(box).to(device))))
-
-
-def _placed(spec: Spec, part: Callable[[Box, torch.device], Handle | Borrowed]) -> Handles:
-    """Each device's handle; devices that share memory share the handle of an equal part."""
-    made: dict[Any, Handle | Borrowed] = {}
-    handles: list[Handle | Borrowed] = []
-    for index, (box, place) in enumerate(zip(spec.boxes, spec.mesh.coordinates(), strict=True)):
-        device = spec.mesh.torch_device(index)
-        zero = _adds_nothing(spec, place)
-        key = (box, device, zero)
-        if key not in made:
-            made[key] = _zeros(spec, box, device) if zero else part(box, device)
-        handles.append(made[key])
-    return tuple(handles)
-
-
-def _zeros(spec: Spec, box: Box, device: torch.device) -> Handle:
-    shape = [stop - start for start, stop in box]
-    return Handle(nothing(shape, spec.dtype, device))
-
-
-def _adds_nothing(spec: Spec, coordinate: tuple[int, ...]) -> bool:
-    """Whether a device holds zeros, because another holds the value of a partial sum."""
-    return any(p.is_partial("sum") and c for p, c in zip(spec.placements, coordinate, strict=True))
+    return Tensor._of(spec, placed_parts(spec, lambda box, device: Handle(read(box).to(device))))
 
 
 def _without_device(
@@ -548,42 +499,3 @@ def _without_device(
     if args and isinstance(args[0], (str, torch.device)):
         return args[1:], args[0]
     return args, kwargs.pop("device", None)
-
-
-# -- assembling ----------------------------------------------------------------------------
-
-
-def _indices_to_fetch(spec: Spec) -> list[int]:
-    """The devices whose parts make up the global value: one of each set of replicas."""
-    return [
-        i
-        for i, coordinate in enumerate(spec.mesh.coordinates())
-        if not any(c and p.is_replicate() for c, p in zip(coordinate, spec.placements, strict=True))
-    ]
-
-
-def _assembled(spec: Spec, indices: list[int], parts: list[torch.Tensor]) -> torch.Tensor:
-    by_coordinate = {
-        spec.mesh.coordinates()[i]: p.detach() for i, p in zip(indices, parts, strict=True)
-    }
-    with torch.inference_mode(False):
-        value = _joined(spec, by_coordinate, ())
-        return value.clone() if any(value is p for p in by_coordinate.values()) else value
-
-
-def _joined(
-    spec: Spec, parts: Mapping[tuple[int, ...], torch.Tensor], prefix: tuple[int, ...]
-) -> torch.Tensor:
-    axis = len(prefix)
-    if axis == spec.mesh.ndim:
-        return parts[prefix]
-    placement = spec.placements[axis]
-    if placement.is_replicate():
-        return _joined(spec, parts, (*prefix, 0))
-    along = [_joined(spec, parts, (*prefix, c)) for c in range(spec.mesh.shape[axis])]
-    device = spec.mesh.torch_device()
-    along = [p.to(device) for p in along]
-    if isinstance(placement, Shard):
-        return torch.cat([p.resolve_conj().resolve_neg() for p in along], placement.dim)
-    assert isinstance(placement, Partial)
-    return reduce_parts(along, placement.op)

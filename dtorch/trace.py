@@ -18,24 +18,26 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import autograd, functional
+from . import functional
 from .builder import Builder, has_rule
 from .errors import DataDependentError, MutationError, TraceError
 from .infer import infer
 from .mesh import DeviceMesh
+from .parts import dense_stride
 from .placement import Placements, Replicate, Shard
-from .program import Apply, Ref, ScalarRef, refs
-from .scalars import Expression, node_of
+from .program import Ref, ScalarRef, refs
+from .scalars import Expression, concrete, node_of
 from .source import user_line
 from .spec import Spec
-from .tensor import Tensor, dense_stride
+from .special import SPECIAL
+from .symbolic import Storage, SymbolicTensor, ViewStep
+from .tensor import Tensor
+from .tracing_modes import DispatchMode, FunctionMode, compiling
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -55,86 +57,6 @@ _current = _Current()
 def current() -> Tracer | None:
     """Returns the trace that is active on this thread, or None."""
     return _current.tracer
-
-
-class NeedsAutograd(BaseException):
-    """A function that is traced without autograd turned out to use it."""
-
-
-class Storage:
-    """What symbolic tensors that alias each other share: the value of the whole."""
-
-    __slots__ = ("cache", "value", "version")
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-        self.version = 0
-        self.cache: dict[tuple[Any, ...], int] = {}
-
-    def write(self, value: int) -> None:
-        """Replaces the whole value; every view is read again."""
-        self.value = value
-        self.version += 1
-        self.cache.clear()
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class ViewStep:
-    """One view operation on the way from a storage to a symbolic tensor."""
-
-    op: torch._ops.OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: int
-
-
-class SymbolicTensor(Tensor):
-    """A value of the program that is being traced."""
-
-    _tracer: Tracer
-    _storage: Storage
-    _path: tuple[ViewStep, ...]
-    _offset: int
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
-
-    @property
-    def _spec(self) -> Spec:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._tracer.builder.specs[self._tracer.read(self)]
-
-    @property
-    def _handles(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        raise self._no_value("its shards")
-
-    def _no_value(self, what: str) -> DataDependentError:
-        return DataDependentError(
-            f"{what} of a tensor exist at run time only, but the function is being traced "
-            f"({user_line() or 'unknown line'}).\n"
-            "  Fix: keep the computation in tensors (torch.where, masks), return the tensor and "
-            "fetch it outside, or pass the value as a static argument."
-        )
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        tensor = next(a for a in _flat_tensors((args, kwargs or {})) if isinstance(a, cls))
-        raise tensor._outlived(str(func))
-
-    def _outlived(self, what: str) -> TraceError:
-        return TraceError(
-            f"{what} got a tensor of a trace that has ended ({user_line() or 'unknown line'}).\n"
-            "  Fix: return it from the traced function instead of storing it outside."
-        )
-
-    def to_torch_async(self) -> Any:
-        raise self._no_value("the elements")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"SymbolicTensor({self._spec!r})"
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.clone()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,7 +97,7 @@ class Tracer:
         self._lifted: dict[int, tuple[Any, SymbolicTensor]] = {}
         self._scalars: dict[Any, int] = {}
         self._wanted: Placements | None = None
-        self._mode = _DispatchMode(self)
+        self._mode = DispatchMode(self)
 
     # -- running ---------------------------------------------------------------------------
 
@@ -184,8 +106,8 @@ class Tracer:
         """Makes this the trace that records operations on this thread."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(_lock)
-            stack.enter_context(_compiling())
-            stack.enter_context(_FunctionMode(self))
+            stack.enter_context(compiling())
+            stack.enter_context(FunctionMode(self))
             stack.enter_context(self._mode)
             if not self.with_autograd:
                 stack.enter_context(torch._C._AutoDispatchBelowAutograd())
@@ -367,7 +289,7 @@ class Tracer:
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Records one ATen operation and returns its symbolic results."""
-        special = _SPECIAL.get(op)
+        special = SPECIAL.get(op)
         if special is not None:
             return special(self, op, args, kwargs)
         kind = functional.kind_of(op)
@@ -533,7 +455,7 @@ class Tracer:
         named = {
             k: functional.map_tensors(v, lambda t: self.lift(t)._spec) for k, v in kwargs.items()
         }
-        infer(op, _concrete(specs), {k: _concrete(v) for k, v in named.items()})
+        infer(op, concrete(specs), {k: concrete(v) for k, v in named.items()})
 
     # -- arguments -------------------------------------------------------------------------
 
@@ -568,97 +490,15 @@ class Tracer:
         return ScalarRef(self._scalars[key])
 
 
-class _DispatchMode(TorchDispatchMode):
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Spares torch wrapping each call for (and importing) its compiler."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return self._tracer.dispatch(func, args, kwargs or {})
-
-
-class _FunctionMode(TorchFunctionMode):
-    """Sees every torch function of a trace before any tensor subclass does."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not self._tracer.with_autograd and asks_for_autograd(func, args, kwargs):
-            raise NeedsAutograd
-        with torch._C.DisableTorchFunctionSubclass():
-            if self._tracer.with_autograd:
-                substitute = autograd.SUBSTITUTES.get(func)
-                if substitute is not None and autograd.requires_grad(args):
-                    return substitute(*args, **kwargs)
-            return func(*args, **kwargs)
-
-
-_GRADIENT_FUNCTIONS = {
-    torch.Tensor.backward,
-    torch.Tensor.register_hook,
-    torch.Tensor.retain_grad,
-    torch.autograd.grad,
-    torch.autograd.backward,
-}
-
-
-def asks_for_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether a call only makes sense where autograd records."""
-    if func in _GRADIENT_FUNCTIONS:
-        return True
-    if func is torch.Tensor.requires_grad_:
-        return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-    setter = getattr(func, "__name__", "") == "__set__"
-    return setter and func == torch.Tensor.requires_grad.__set__ and bool(args[1])  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@contextlib.contextmanager
-def _compiling() -> Iterator[None]:
-    """Makes `torch.compiler.is_compiling()` true: model code then takes its traceable path."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-
-
 @functools.lru_cache(maxsize=4096)
 def _can_decompose(op: torch._ops.OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _COMPOSITE)
-
-
-def _flat_tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple, dict)):
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from _flat_tensors(item)
 
 
 def _flat(results: Any) -> list[Any]:
     if isinstance(results, list):
         return [r for item in results for r in _flat(item)]
     return [results]
-
-
-def _concrete(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_concrete(v) for v in value]
-    node = node_of(value)
-    return value if node is None else node.value
 
 
 def _with_device(
@@ -694,78 +534,3 @@ def _refuse_data_dependent(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> 
             f"time only, but the function is being traced ({user_line() or 'unknown line'}).\n"
             "  Fix: use torch.where or a mask, or compute it outside the jitted function."
         )
-
-
-# -- operations with a meaning of their own --------------------------------------------------
-
-
-def _alias(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return tracer.alias(args[0])
-
-
-def _itself(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0]
-
-
-def _fresh(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    return tensor if isinstance(tensor, Tensor) else tracer.constant(tensor)
-
-
-def _copied(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return tracer.record(aten.clone.default, args, {})
-
-
-def _item(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    value = _constant_value(tracer, tracer.read(tracer.lift(args[0])))
-    if value is None:
-        raise tracer.lift(args[0])._no_value("the value")
-    return op(value, *args[1:], **kwargs)
-
-
-def _constant_value(tracer: Tracer, value: int) -> torch.Tensor | None:
-    """The value of what depends on constants and factories only, or None for anything else."""
-    if value in tracer.builder.inputs:
-        source = tracer.sources[tracer.builder.inputs.index(value)]
-        return source.item.detach() if source.kind == "constant" else None
-    instruction = tracer.builder.producer(value)
-    if not isinstance(instruction, Apply):
-        return None if instruction is None else _constant_value(tracer, instruction.input)
-    if instruction.draws is not None or len(instruction.outputs) != 1:
-        return None
-    operands = {v: _constant_value(tracer, v) for v in instruction.inputs()}
-    if any(v is None for v in operands.values()):
-        return None
-    fill = functional.fill_refs(operands)
-    with torch.device("cpu"):
-        kwargs = {k: fill(v) for k, v in instruction.kwargs if k != "device"}
-        return instruction.op(*fill(instruction.args), **kwargs)
-
-
-def _choose_attention(
-    tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> int:
-    """Asks PyTorch which attention kernel it would pick for tensors of these shapes."""
-
-    def unfilled(tensor: torch.Tensor) -> torch.Tensor:
-        spec = tracer.lift(tensor)._spec
-        device = spec.mesh.torch_device()
-        made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
-        return made.requires_grad_(tensor.requires_grad)
-
-    named = {k: functional.map_tensors(v, unfilled) for k, v in kwargs.items()}
-    return op(*_concrete(functional.map_tensors(args, unfilled)), **named)
-
-
-_SPECIAL: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.detach_.default: _itself,
-    aten.lift_fresh.default: _fresh,
-    aten.lift.default: _fresh,
-    aten.lift_fresh_copy.default: _copied,
-    aten._local_scalar_dense.default: _item,
-    aten.item.default: _item,
-    aten.is_nonzero.default: _item,
-    aten._fused_sdp_choice.default: _choose_attention,
-}

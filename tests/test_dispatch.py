@@ -309,7 +309,7 @@ def test_nothing_grows() -> None:
 
 
 def test_fresh_functions_are_forgotten() -> None:
-    from dtorch.dispatch import Cache
+    from dtorch.cache import Cache
 
     def num_caches() -> int:
         gc.collect()
@@ -544,3 +544,16 @@ def test_what_pytorch_refuses_raises_at_the_call(call: Callable[..., Any]) -> No
     for wrap in (call, lambda t: dtorch.jit(lambda: call(t))()):
         with pytest.raises(expected.type, match=r"\S"):
             wrap(lambda v: dtorch.Tensor(v, device_mesh=TWO))
+
+
+def test_as_strided_does_not_reach_beyond_a_view() -> None:
+    x = dtorch.arange(6)
+    assert x.as_strided((2,), (1,), 1).tolist() == [1, 2]
+    view = x[1:]
+    with pytest.raises(dtorch.errors.MutationError, match="reads the storage of its base"):
+        view.as_strided((2,), (1,), 0)
+
+
+def test_a_kernel_that_contradicts_shape_inference_raises() -> None:
+    with pytest.raises(dtorch.errors.DTorchError, match="PyTorch's shape inference says"):
+        dtorch.ones(2, dtype=torch.bool) ** True

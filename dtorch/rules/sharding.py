@@ -212,7 +212,7 @@ def _ellipsis_shape(terms: Sequence[str], call: OpCall) -> tuple[int, ...]:
 
 
 def _without_broadcast(inputs: Sequence[Dims], shapes: Sequence[Sequence[int]]) -> list[Dims]:
-    """Drops the name of a dim of size one that is broadcast to the size others have by that name."""
+    """Drops the name of a dim of size one that is broadcast to the size of others."""
     sizes: dict[str | None, int] = {}
     for dims, shape in zip(inputs, shapes, strict=True):
         for name, size in zip(dims, shape, strict=True):

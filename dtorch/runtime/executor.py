@@ -205,8 +205,6 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
             if failed is not None:
                 for s in results:
                     slots[s] = failed
-                if draws is not None:
-                    slots[draws[1]] = slots[draws[0]]
                 _free(slots, frees)
                 return
         try:
@@ -234,9 +232,6 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
             failure = _failure(program, call.origin, frame, error)
             for s in results:
                 frame.store(s, failure)
-            if draws is not None:
-                # A draw that failed drew nothing: the generator goes on from where it was.
-                slots[draws[1]] = slots[draws[0]]
         _free(slots, frees)
 
     return action

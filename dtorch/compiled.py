@@ -1,0 +1,323 @@
+"""`Compiled`: a traced call, ready to run on new arguments.
+
+Holds the program and how its inputs are found and its outputs are used: as results, as the new
+values of what was changed in place, as the next state of a generator. What would have to change a
+tensor that cannot be reached raises here, before anything is submitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import generator
+from .arguments import Arguments
+from .errors import DTorchError, MutationError
+from .parts import Handles, place_parts
+from .program import Apply, Program, refs
+from .runtime import Call, Executable, Handle, submit
+from .runtime.future import Failure, wait_all
+from .scalars import Expression, evaluate
+from .source import user_line
+from .spec import Spec
+from .tensor import (
+    AliasGroup,
+    EntryPoints,
+    Tensor,
+)
+from .trace import Source
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """How one leaf of a result is made.
+
+    Attributes:
+        kind: ``"value"`` (a program output), ``"alias"`` (the same, aliasing a leaf or a captured
+            tensor), ``"sibling"`` (aliasing an earlier result), ``"part"`` (a view, the first of
+            several results in one storage), ``"leaf"`` (an argument itself), ``"again"`` (an
+            earlier result itself), ``"scalar"`` (an expression), or ``"constant"``.
+        item: The program output's index, the leaf's or the result's number, the expression, or
+            the object.
+        leaf: For ``"alias"`` and ``"sibling"``, the leaf, captured tensor or result whose storage
+            it shares, and whether it is all of it.
+    """
+
+    kind: str
+    item: Any
+    leaf: tuple[int | Tensor, bool] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class Compiled:
+    """A traced call: its program and what to pass in and out.
+
+    Attributes:
+        program: The global program.
+        executable: Its local form.
+        sources: Where each program input comes from.
+        expressions: The run-time scalars, over the leaves.
+        outputs: How each leaf of the result is made.
+        treespec: The structure of the result.
+        mutated: Program outputs that replace the value of a leaf or a captured tensor.
+        reduced: Program outputs that are a partial leaf, reduced.
+        states: Program outputs that are the next state of a generator.
+        extra: Program outputs beyond those, which the caller of `run` asked for.
+        untried: Not empty until the first run, where a kernel may refuse a dtype.
+    """
+
+    program: Program
+    executable: Executable
+    sources: tuple[Source, ...]
+    expressions: tuple[Expression, ...]
+    outputs: tuple[Output, ...]
+    treespec: Any
+    mutated: tuple[tuple[int, Source], ...]
+    reduced: tuple[tuple[int, int], ...]
+    states: tuple[tuple[int, torch.Generator | None], ...]
+    extra: tuple[int, ...] = ()
+    constants: dict[int, Handles] = dataclasses.field(default_factory=dict)
+    untried: set[bool] = dataclasses.field(default_factory=set)
+
+    def run(self, arguments: Arguments, check_aliases: bool) -> list[Any]:
+        """Submits the program and returns the result's leaves, and after them the extra ones."""
+        leaves, read = arguments.leaves, arguments.values
+        if self.mutated:
+            self._check_mutation(leaves, check_aliases or len(self.mutated) > 1)
+        if not self.states:
+            values = self._submit(read, {})
+        else:
+            with generator.lock:
+                states = self._states()
+                values = self._submit(read, states)
+                for output, owner in self.states:
+                    generator.advance(owner, values[output])
+        if self.untried:
+            _raise_if_refused(values)
+            self.untried.clear()
+        for output, source in self.mutated:
+            _rebind(leaves[source.item] if source.kind == "leaf" else source.item, values[output])
+        for output, leaf in self.reduced:
+            leaves[leaf]._reduced = values[output]
+        results: list[Any] = []
+        for output in self.outputs:
+            results.append(self._result(output, leaves, values, results))
+        return [*results, *(values[i] for i in self.extra)]
+
+    def _states(self) -> dict[torch.Generator | None, Tensor]:
+        found = {}
+        for source, value in zip(self.sources, self.program.inputs, strict=True):
+            if source.kind == "generator":
+                mesh = self.program.specs[value].mesh
+                found[source.item] = generator.state_of(source.item, mesh)
+        return found
+
+    def _submit(
+        self, leaves: list[Any], states: dict[torch.Generator | None, Tensor]
+    ) -> list[Tensor]:
+        inputs = [self._handles(i, s, leaves, states) for i, s in enumerate(self.sources)]
+        scalars = [evaluate(e, leaves) for e in self.expressions]
+        return submit_program(self.program, self.executable, inputs, scalars)
+
+    def _handles(
+        self,
+        number: int,
+        source: Source,
+        leaves: list[Any],
+        states: dict[torch.Generator | None, Tensor],
+    ) -> Handles:
+        if source.kind == "generator":
+            return states[source.item]._handles
+        if source.kind == "capture":
+            return source.item._handles
+        spec = self.program.specs[self.program.inputs[number]]
+        if source.kind == "constant":
+            return self._constant(number, source, spec)
+        leaf = leaves[source.item]
+        if isinstance(leaf, Tensor):
+            return leaf._handles
+        return place_parts(leaf.detach().resolve_conj().resolve_neg(), spec, copy=True)
+
+    def _constant(self, number: int, source: Source, spec: Spec) -> Handles:
+        if source.version is None:  # of inference mode: whether it has changed is not known
+            return place_parts(source.item, spec, copy=True)
+        if source.item._version != source.version:
+            raise MutationError(
+                f"a torch tensor of shape {list(source.item.shape)} that a jitted function "
+                "captured was written to after it was handed over.\n  Fix: pass it as an argument."
+            )
+        if number not in self.constants:
+            self.constants[number] = place_parts(source.item, spec, copy=False)
+        return self.constants[number]
+
+    def _result(
+        self, output: Output, leaves: list[Any], values: list[Tensor], before: list[Any]
+    ) -> Any:
+        if output.kind == "value":
+            return values[output.item]
+        if output.kind == "leaf":
+            return leaves[output.item]
+        if output.kind == "scalar":
+            return evaluate(output.item, leaves)
+        if output.kind == "alias":
+            assert output.leaf is not None
+            owner, is_whole = output.leaf
+            base = owner if isinstance(owner, Tensor) else leaves[owner]
+            return _link(base, values[output.item], is_whole)
+        if output.kind == "sibling":
+            assert output.leaf is not None
+            first, is_whole = output.leaf
+            return _link(before[first], values[output.item], is_whole)
+        if output.kind == "again":
+            return before[output.item]
+        if output.kind == "part":
+            AliasGroup().add(values[output.item], False)
+            return values[output.item]
+        return output.item
+
+    def _check_mutation(self, leaves: list[Any], check_aliases: bool) -> None:
+        for _, source in self.mutated:
+            target = leaves[source.item] if source.kind == "leaf" else source.item
+            _check_writable(target)
+            if check_aliases:
+                captured = [s.item for s in self.sources if s.kind == "capture" and s != source]
+                own = source.item if source.kind == "leaf" else -1
+                others = [leaf for i, leaf in enumerate(leaves) if i != own]
+                _check_unaliased(target, [*others, *captured])
+
+
+def submit_program(
+    program: Program,
+    executable: Executable,
+    inputs: Sequence[Handles],
+    scalars: Sequence[Any],
+) -> list[Tensor]:
+    """Queues a program on its devices and returns its outputs, which are not yet computed."""
+    specs = [program.specs[v] for v in program.outputs]
+    handles = [tuple(Handle() for _ in s.mesh.devices) for s in specs]
+    num_threads, count = torch.get_num_threads(), len(executable.program.devices)
+    threads = num_threads if count <= 1 else max(1, num_threads // count)
+    submit(Call(executable, inputs, handles, scalars, threads, user_line()))
+    return [Tensor._of(s, h) for s, h in zip(specs, handles, strict=True)]
+
+
+def may_be_refused(program: Program) -> bool:
+    """Whether an operation takes other dtypes than float32 or float64, or is for integers."""
+    for instruction in program.instructions:
+        if isinstance(instruction, Apply):
+            operands = refs((instruction.args, instruction.kwargs))
+            dtypes = {program.specs[r.id].dtype for r in operands}
+            common = len(dtypes) < 2 and dtypes <= {torch.float32, torch.float64}
+            if not common or any(w in instruction.op.name() for w in _FOR_INTEGERS):
+                return True
+    return False
+
+
+_FOR_INTEGERS = ("bitwise", "shift", "__and__", "__or__", "__xor__", "gcd", "lcm")
+
+
+def _raise_if_refused(values: Sequence[Tensor]) -> None:
+    """Waits for the first run of a program and raises if a kernel lacks a dtype.
+
+    Meta kernels let some dtypes pass that the real ones refuse; that is known at the first run,
+    and then it is an error of the call. Other failures stay where they are until a fetch.
+    """
+    handles = [h for v in values for h in v._handles]
+    wait_all(handles)
+    for handle in handles:
+        value = handle.value
+        if isinstance(value, Failure) and _is_about_dtypes(value.cause):
+            raise type(value.cause)(value.message) from value.cause
+    for tensor in values:
+        _check_as_inferred(tensor)
+
+
+def _check_as_inferred(tensor: Tensor) -> None:
+    """Raises if what a kernel computed is not what its meta kernel had said."""
+    spec = tensor._spec
+    for handle, shape in zip(tensor._handles, spec.local_shapes, strict=True):
+        part = handle.value
+        if isinstance(part, torch.Tensor) and (part.dtype, tuple(part.shape)) != (
+            spec.dtype,
+            shape,
+        ):
+            raise DTorchError(
+                f"a kernel gave {part.dtype} {list(part.shape)} where PyTorch's shape inference "
+                f"says {spec.dtype} {list(shape)}.\n  Fix: cast the operands explicitly first."
+            )
+
+
+def _is_about_dtypes(error: BaseException) -> bool:
+    words = ("not implemented for", "dtype", "data type", "scalar type", "boolean")
+    named = any(word in str(error).lower() for word in words)
+    return isinstance(error, (NotImplementedError, TypeError)) or named
+
+
+def _check_writable(target: torch.Tensor) -> None:
+    if not isinstance(target, Tensor):
+        raise MutationError(
+            f"an in-place call would change a torch tensor of shape {list(target.shape)}, which "
+            "dtorch has only a copy of.\n  Fix: use the functional form, or make it a "
+            "dtorch.Tensor first."
+        )
+    group = target._aliases
+    others = [] if group is None else group.others(target)
+    if group is None or not others:
+        return
+    if not group.is_whole(target):
+        raise MutationError(
+            f"an in-place call on a view (shape {list(target.shape)}) would have to change the "
+            "tensor that it is a view of.\n  Fix: index the base in the same call "
+            "(x[i] = value), or use a functional form such as torch.select_scatter, "
+            "torch.slice_scatter or torch.where."
+        )
+    for other, is_whole in others:
+        if not is_whole:
+            raise MutationError(
+                f"an in-place call on a tensor of shape {list(target.shape)} would have to "
+                f"change a view of it (shape {list(other.shape)}) that is still in use.\n"
+                "  Fix: clone() the view, drop it first, or use the functional form."
+            )
+
+
+def _check_unaliased(target: Tensor, others: Sequence[Any]) -> None:
+    for other in others:
+        if not isinstance(other, Tensor):
+            continue
+        related = target._aliases is not None and other._aliases is target._aliases
+        if other is target or related or other._handles is target._handles:
+            raise MutationError(
+                "a jitted function changes an argument in place that it is also given under "
+                f"another name (shape {list(target.shape)}).\n  Fix: pass it once, or a clone()."
+            )
+
+
+def _in_layout(value: Tensor, spec: Spec) -> Tensor:
+    with torch.no_grad():
+        return EntryPoints.redistribute(value, spec.mesh, spec.placements)
+
+
+def _rebind(target: Tensor, value: Tensor) -> None:
+    """Gives a tensor, and every other that is the same storage, a new value."""
+    same = [target]
+    if target._aliases is not None:
+        same += [t for t, is_whole in target._aliases.others(target) if is_whole]
+    spec = target._spec
+    fits = spec.placements == value._spec.placements
+    moved = value if fits else _in_layout(value, spec)
+    for tensor in same:
+        tensor._handles = moved._handles
+        tensor._reduced = None if fits else value
+    torch.autograd.graph.increment_version(target)
+
+
+def _link(base: Tensor, view: Tensor, is_whole: bool) -> Tensor:
+    """Remembers that a tensor shares the storage of another."""
+    if base._aliases is None:
+        AliasGroup().add(base, True)
+    assert base._aliases is not None
+    base._aliases.add(view, is_whole and base._aliases.is_whole(base))
+    return view

@@ -1,0 +1,490 @@
+"""`jit`: the unit that becomes a program widened from one call to a whole function.
+
+A jitted call whose arguments require grad is one autograd node: its backward is a second program,
+traced together with the first.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import numpy
+import torch
+
+from . import trace
+from .arguments import Arguments, exact, modes
+from .cache import Cache, CacheInfo, lookup
+from .compiled import Compiled, submit_program
+from .dispatch import as_distributed
+from .errors import TraceError
+from .lowering import lower
+from .placement import complete
+from .program import Program
+from .recording import compile_call, compiled_from, ending, symbolic_leaves
+from .runtime import Executable
+from .scalars import evaluate
+from .spec import Spec
+from .symbolic import SymbolicTensor
+from .tensor import Tensor, place
+from .trace import Source, Tracer
+from .tree import flatten, leaf_path, unflatten
+
+_P = ParamSpec("_P")
+
+
+_R = TypeVar("_R")
+
+
+_ACCEPTED = (torch.Tensor, torch.Generator)
+
+
+class Static:
+    """A static argument: a part of the key."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and exact(self.value) == exact(other.value)
+
+    def __hash__(self) -> int:
+        return hash(exact(self.value))
+
+
+class _Traced:
+    """What every `jit` of one function with the same options shares.
+
+    Attributes:
+        cache: The programs.
+        modules: The modules that the function has been seen to call.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.cache = Cache(capacity)
+        self.modules: list[weakref.ref[torch.nn.Module]] = []
+
+    def training(self) -> Hashable:
+        """Returns the training flags of the modules, which a trace depends on."""
+        return tuple(m.training for r in self.modules if (m := r()) is not None)
+
+
+_traced: weakref.WeakKeyDictionary[Any, dict[Hashable, _Traced]] = weakref.WeakKeyDictionary()
+
+
+_traced_lock = threading.Lock()
+
+
+def _traced_of(function: Callable[..., Any], options: Hashable, capacity: int) -> _Traced:
+    try:
+        with _traced_lock:
+            shared = _traced.setdefault(function, {})
+            return shared.setdefault(options, _Traced(capacity))
+    except TypeError:  # not hashable, or no weak references to it
+        return _Traced(capacity)
+
+
+class JitFunction(Generic[_P, _R]):
+    """A function that runs as one program; made by `jit`."""
+
+    def __init__(
+        self,
+        function: Callable[_P, _R],
+        static_argnums: Iterable[int],
+        static_argnames: Iterable[str],
+        donate_argnums: Iterable[int],
+        maxsize: int,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._static_argnums = frozenset(static_argnums)
+        self._static_argnames = frozenset(static_argnames)
+        self._donated = frozenset(donate_argnums)
+        options = (self._static_argnums, self._static_argnames, self._donated, maxsize)
+        self._traced = _traced_of(function, options, maxsize)
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Runs the function on the arguments, traced once for each kind of them.
+
+        Blocking: on the first call with a new key, while tracing; never for the values.
+        """
+        if trace.current() is not None:
+            return self._function(*args, **kwargs)
+        leaves, treespec, arguments = self._prepare(args, kwargs)
+        if torch.is_grad_enabled() and any(
+            isinstance(a, torch.Tensor) and a.requires_grad for a in leaves
+        ):
+            leaves = [as_distributed(leaf, arguments.mesh) for leaf in leaves]
+            arguments = Arguments(leaves, (float,), arguments.mesh)
+            entry = self._entry("grad", arguments, treespec)
+            results = entry.run(arguments)
+        else:
+            entry = self._entry("plain", arguments, treespec)
+            results = entry.run(arguments, check_aliases=True)
+        self._give_away(args, results)
+        return unflatten(entry.treespec, results)
+
+    def program(self, *args: _P.args, **kwargs: _P.kwargs) -> Program:
+        """Returns the program that a call with these arguments runs; runs nothing."""
+        _, treespec, arguments = self._prepare(args, kwargs)
+        return self._entry("plain", arguments, treespec).program
+
+    def cache_info(self) -> CacheInfo:
+        """Returns how many calls were served from the cache, and how often it was traced."""
+        return self._traced.cache.info()
+
+    def cache_clear(self) -> None:
+        """Forgets every traced program."""
+        self._traced.cache.clear()
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"dtorch.jit({getattr(self._function, '__name__', self._function)!s})"
+
+    def _prepare(self, args: Any, kwargs: Any) -> tuple[list[Any], Any, Arguments]:
+        tree = self._with_static(args, kwargs)
+        leaves, treespec = flatten(tree)
+        _check_leaves(tree, leaves)
+        return leaves, treespec, Arguments(leaves, (float,), None)
+
+    def _with_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._static_argnums and not self._static_argnames:
+            return args, kwargs
+        names = self._static_argnames | self._names_of(self._static_argnums, len(args))
+        numbers = self._static_argnums | self._numbers_of(self._static_argnames)
+        fixed = tuple(_static(a, str(i)) if i in numbers else a for i, a in enumerate(args))
+        return fixed, {k: _static(v, k) if k in names else v for k, v in kwargs.items()}
+
+    @functools.cached_property
+    def _parameters(self) -> list[str]:
+        try:
+            return list(inspect.signature(self._function).parameters)
+        except (TypeError, ValueError):
+            return []
+
+    def _names_of(self, numbers: frozenset[int], count: int) -> frozenset[str]:
+        names = self._parameters
+        return frozenset(names[i] for i in numbers if count <= i < len(names))
+
+    def _numbers_of(self, names: frozenset[str]) -> frozenset[int]:
+        return frozenset(i for i, n in enumerate(self._parameters) if n in names)
+
+    def _entry(self, kind: str, arguments: Arguments, treespec: Any) -> Any:
+        wants = _wants_grad(arguments) if kind == "grad" else ()
+        key = (kind, wants, treespec, arguments.key, modes(), self._traced.training())
+
+        def build(static: set[int]) -> tuple[Any, set[int]]:
+            with _ModulesSeen(self._traced.modules):
+                if kind == "grad":
+                    built = _compile_with_grad(self._call, arguments, treespec, static, wants)
+                else:
+                    name = getattr(self._function, "__name__", "program")
+                    built = compile_call(self._call, arguments, treespec, static, name)
+            return built
+
+        before = self._traced.training()
+        entry = lookup(self._traced.cache, key, arguments, build)
+        after = self._traced.training()
+        if before != after:
+            self._traced.cache.rename(key, (*key[:-1], after))
+        return entry
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _without_static(args), {k: _plain(v) for k, v in kwargs.items()}
+        return self._function(*args, **kwargs)
+
+    def _give_away(self, args: tuple[Any, ...], results: Sequence[Any]) -> None:
+        returned = {id(r) for r in results}
+        for number in self._donated:
+            if number < len(args):
+                for leaf in flatten(args[number])[0]:
+                    if type(leaf) is Tensor and id(leaf) not in returned:
+                        leaf._donate()
+
+
+def _without_static(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(_plain(a) for a in args)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if type(value) is Static else value
+
+
+def _static(value: Any, name: str) -> Static:
+    try:
+        hash(value)
+    except TypeError:
+        raise TraceError(
+            f"the static argument {name} is an unhashable {type(value).__name__}.\n"
+            "  Fix: pass a tuple or a frozen dataclass, or do not declare it static."
+        ) from None
+    return Static(value)
+
+
+_STATIC_LEAVES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+    type(Ellipsis),
+    Static,
+)
+
+
+def _check_leaves(tree: Any, leaves: list[Any]) -> None:
+    import_error = "pass tensors, numbers, strings and containers of them, or declare it static"
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, (*_ACCEPTED, *_STATIC_LEAVES)) or _is_value(leaf):
+            continue
+        args, path = "args", leaf_path(tree, number)
+        raise TraceError(
+            f"a jitted function cannot take {type(leaf).__name__} {leaf!r} at {args}{path}.\n"
+            f"  Fix: {import_error} (static_argnums, static_argnames)."
+        )
+
+
+def _is_value(leaf: Any) -> bool:
+    """Whether a leaf is an array, or one of dtorch's own frozen values or an enum."""
+    kind = type(leaf)
+    known = kind.__module__.startswith("dtorch.") or issubclass(kind, (enum.Enum, numpy.ndarray))
+    return known
+
+
+class _ModulesSeen:
+    """Collects the modules that are called while it is active."""
+
+    def __init__(self, into: list[weakref.ref[torch.nn.Module]]) -> None:
+        self._into = into
+        self._known = {id(m) for r in into if (m := r()) is not None}
+
+    def __enter__(self) -> None:
+        register = torch.nn.modules.module.register_module_forward_pre_hook
+        self._hook = register(self._see)
+
+    def __exit__(self, *error: Any) -> None:
+        self._hook.remove()
+
+    def _see(self, module: torch.nn.Module, args: Any) -> None:
+        if trace.current() is not None and id(module) not in self._known:
+            self._known.add(id(module))
+            self._into.append(weakref.ref(module))
+
+
+@overload
+def jit(
+    function: Callable[_P, _R],
+    *,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    maxsize: int = 256,
+) -> JitFunction[_P, _R]: ...
+
+
+@overload
+def jit(
+    function: None = None,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    maxsize: int = 256,
+) -> Callable[[Callable[_P, _R]], JitFunction[_P, _R]]: ...
+
+
+def jit(
+    function: Callable[..., Any] | None = None,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    maxsize: int = 256,
+) -> Any:
+    """Returns a function that runs as one program, traced at its first call.
+
+    The function should be pure: it is run once on symbolic tensors for each new kind of
+    arguments (their structure, shapes, dtypes and layouts, and the values of all that is not a
+    tensor or a float). Floats are run-time values unless the function reads them. In-place
+    calls on arguments and on captured distributed tensors take effect as without `jit`.
+
+    Args:
+        function: The function; without it, a decorator is returned.
+        static_argnums: Positions of arguments that are part of the key, whatever they are.
+        static_argnames: Names of such arguments.
+        donate_argnums: Positions of arguments whose tensors the call may consume: they must
+            not be used again.
+        maxsize: How many programs are kept.
+
+    Raises:
+        TraceError: At the call: an argument is no tensor, number, string or container of them.
+        DataDependentError: At the call: Python control flow needs a tensor's value.
+
+    Source: `jax.jit`; functionalised mutation as in `torch.compile`.
+
+    Example:
+        >>> f = jit(lambda x, y: x @ y)
+        >>> f(torch.ones(2, 3), torch.ones(3, 2)).shape
+        torch.Size([2, 2])
+    """
+
+    def numbers(value: int | Sequence[int]) -> tuple[int, ...]:
+        return (value,) if isinstance(value, int) else tuple(value)
+
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+
+    def wrap(f: Callable[_P, _R]) -> JitFunction[_P, _R]:
+        return JitFunction(f, numbers(static_argnums), names, numbers(donate_argnums), maxsize)
+
+    return wrap if function is None else wrap(function)
+
+
+def _wants_grad(arguments: Arguments) -> tuple[int, ...]:
+    return tuple(i for i in arguments.tensors if arguments.leaves[i].requires_grad)
+
+
+class _Differentiable:
+    """A jitted call whose arguments require grad: a forward and a backward program."""
+
+    def __init__(
+        self,
+        forward: Compiled,
+        backward: Executable,
+        program: Program,
+        wants: tuple[int, ...],
+        differentiable: tuple[int, ...],
+        grads_of: tuple[int, ...],
+    ) -> None:
+        self.forward = forward
+        self.backward = backward
+        self.program = program
+        self.wants = wants
+        self.differentiable = differentiable
+        self.grads_of = grads_of
+        self.treespec = forward.treespec
+
+    def run(self, arguments: Arguments) -> list[Any]:
+        """Runs the forward program as an autograd node; returns the result's leaves."""
+        inputs = [arguments.leaves[i] for i in self.wants]
+        rest: list[Any] = []
+        outs = _Node.apply(self, arguments, rest, *inputs)
+        results = list(rest)
+        for number, out in zip(self.differentiable, outs or (), strict=True):
+            results[number] = out
+        for number, output in enumerate(self.forward.outputs):
+            if output.kind == "again":
+                results[number] = results[output.item]
+        return results
+
+    def gradients(
+        self, saved: Sequence[Tensor], grads: Sequence[torch.Tensor | None], scalars: Sequence[Any]
+    ) -> list[Tensor | None]:
+        """Runs the backward program; returns the gradient of each input, None for no effect."""
+        specs = [self.program.specs[v] for v in self.program.inputs[len(saved) :]]
+        placed = [_placed_grad(g, s) for g, s in zip(grads, specs, strict=True)]
+        handles = [t._handles for t in (*saved, *placed)]
+        values = submit_program(self.program, self.backward, handles, scalars)
+        return [None if i < 0 else values[i] for i in self.grads_of]
+
+
+def _placed_grad(grad: torch.Tensor | None, spec: Spec) -> Tensor:
+    """A gradient in the layout that the backward program reads; zeros for a result not used."""
+    if isinstance(grad, Tensor):
+        return grad.redistribute(spec.mesh, spec.placements)
+    given = torch.zeros(spec.shape, dtype=spec.dtype) if grad is None else grad
+    return place(given, spec.mesh, spec.placements)
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Any, arguments: Any, rest: Any, *inputs: Any) -> Any:
+        results = call.forward.run(arguments, check_aliases=True)
+        count = len(call.forward.outputs)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.scalars = [evaluate(e, arguments.values) for e in call.forward.expressions]
+        ctx.save_for_backward(*results[count:])
+        rest.extend(results[:count])
+        return tuple(results[i] for i in call.differentiable)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None, None, *ctx.call.gradients(ctx.saved_tensors, grads, ctx.scalars)
+
+
+def _compile_with_grad(
+    function: Callable[..., Any],
+    arguments: Arguments,
+    treespec: Any,
+    static: set[int],
+    wants: tuple[int, ...],
+) -> tuple[_Differentiable, set[int]]:
+    tracer = Tracer(arguments.mesh, with_autograd=True)
+    builder = tracer.builder
+    with tracer.active():
+        leaves = symbolic_leaves(tracer, arguments, static)
+        sources = [leaves[i].requires_grad_() for i in wants]
+        args, kwargs = unflatten(treespec, leaves)
+        found, result_tree = flatten(function(*args, **kwargs))
+        firsts = {id(o): i for i, o in reversed(list(enumerate(found)))}
+        places = tuple(
+            i for i, o in enumerate(found) if firsts[id(o)] == i and _is_differentiable(o, sources)
+        )
+        end = ending(tracer, found)
+        boundary = len(builder)
+        outs = [found[i] for i in places]
+        grads_out = [builder.add_input(_grad_spec(o._spec)) for o in outs]
+        tracer.sources += [Source("leaf", -1)] * len(grads_out)
+        grads = _backward(tracer, outs, sources, grads_out)
+        later: list[int] = []
+        grads_of = tuple(
+            -1 if g is None else _grad_output(tracer, g, s._spec, later)
+            for g, s in zip(grads, sources, strict=True)
+        )
+        before, after, saved = builder.finish_apart(boundary, end.values, later, grads_out)
+        extra = tuple(range(len(end.values), len(end.values) + len(saved)))
+        forward = compiled_from(tracer, before, end, result_tree, extra)
+    backward = Executable(lower(after))
+    call = _Differentiable(forward, backward, after, wants, places, grads_of)
+    return call, tracer.reads | static
+
+
+def _is_differentiable(out: Any, sources: Sequence[Any]) -> bool:
+    fresh = isinstance(out, SymbolicTensor) and not any(out is s for s in sources)
+    return fresh and out.requires_grad
+
+
+def _grad_spec(spec: Spec) -> Spec:
+    return spec.with_placements(complete(spec.placements))
+
+
+def _backward(
+    tracer: Tracer, outs: list[Any], sources: list[Any], grads_out: list[int]
+) -> Sequence[Any]:
+    if not outs:
+        return [None] * len(sources)
+    given = [tracer.wrap(v) for v in grads_out]
+    return torch.autograd.grad(outs, sources, given, allow_unused=True)
+
+
+def _grad_output(tracer: Tracer, grad: Any, spec: Spec, later: list[int]) -> int:
+    value = tracer.read(tracer.lift(grad))
+    later.append(tracer.builder.move(value, spec.mesh, complete(spec.placements)))
+    return len(later) - 1

@@ -1,0 +1,99 @@
+"""From a torch tensor to the parts that devices hold, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .placement import Partial, Shard
+from .runtime.collectives import nothing, reduce_parts
+from .runtime.future import Borrowed, Handle
+from .spec import Box, Spec
+
+Handles = tuple[Handle | Borrowed, ...]
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the strides that a copy of a tensor has."""
+    if tensor.is_contiguous():
+        return tensor.stride()
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def place_parts(source: torch.Tensor, spec: Spec, copy: bool) -> Handles:
+    """Returns a handle to each device's part of a torch tensor."""
+
+    def part(box: Box, device: torch.device) -> Handle | Borrowed:
+        cut = source.detach()
+        for dim, (start, stop) in enumerate(box):
+            if (start, stop) != (0, source.shape[dim]):
+                cut = cut.narrow(dim, start, stop - start)
+        if cut.device != device:
+            return Handle(cut.to(device))
+        # A tensor of inference mode has no version, so that a write to it would not be seen.
+        return Handle(cut.clone()) if copy or cut.is_inference() else Borrowed(cut, source)
+
+    return placed_parts(spec, part)
+
+
+def placed_parts(spec: Spec, part: Callable[[Box, torch.device], Handle | Borrowed]) -> Handles:
+    """Each device's handle; devices that share memory share the handle of an equal part."""
+    made: dict[Any, Handle | Borrowed] = {}
+    handles: list[Handle | Borrowed] = []
+    for index, (box, place) in enumerate(zip(spec.boxes, spec.mesh.coordinates(), strict=True)):
+        device = spec.mesh.torch_device(index)
+        zero = _adds_nothing(spec, place)
+        key = (box, device, zero)
+        if key not in made:
+            made[key] = _zeros(spec, box, device) if zero else part(box, device)
+        handles.append(made[key])
+    return tuple(handles)
+
+
+def _zeros(spec: Spec, box: Box, device: torch.device) -> Handle:
+    shape = [stop - start for start, stop in box]
+    return Handle(nothing(shape, spec.dtype, device))
+
+
+def _adds_nothing(spec: Spec, coordinate: tuple[int, ...]) -> bool:
+    """Whether a device holds zeros, because another holds the value of a partial sum."""
+    return any(p.is_partial("sum") and c for p, c in zip(spec.placements, coordinate, strict=True))
+
+
+def indices_to_fetch(spec: Spec) -> list[int]:
+    """The devices whose parts make up the global value: one of each set of replicas."""
+    return [
+        i
+        for i, coordinate in enumerate(spec.mesh.coordinates())
+        if not any(c and p.is_replicate() for c, p in zip(coordinate, spec.placements, strict=True))
+    ]
+
+
+def assembled(spec: Spec, indices: list[int], parts: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the global value, as a new tensor, from the parts of the devices `indices`."""
+    by_coordinate = {
+        spec.mesh.coordinates()[i]: p.detach() for i, p in zip(indices, parts, strict=True)
+    }
+    with torch.inference_mode(False):
+        value = _joined(spec, by_coordinate, ())
+        return value.clone() if any(value is p for p in by_coordinate.values()) else value
+
+
+def _joined(
+    spec: Spec, parts: Mapping[tuple[int, ...], torch.Tensor], prefix: tuple[int, ...]
+) -> torch.Tensor:
+    axis = len(prefix)
+    if axis == spec.mesh.ndim:
+        return parts[prefix]
+    placement = spec.placements[axis]
+    if placement.is_replicate():
+        return _joined(spec, parts, (*prefix, 0))
+    along = [_joined(spec, parts, (*prefix, c)) for c in range(spec.mesh.shape[axis])]
+    device = spec.mesh.torch_device()
+    along = [p.to(device) for p in along]
+    if isinstance(placement, Shard):
+        return torch.cat([p.resolve_conj().resolve_neg() for p in along], placement.dim)
+    assert isinstance(placement, Partial)
+    return reduce_parts(along, placement.op)

@@ -1,0 +1,215 @@
+"""From a function and the kinds of its arguments to a `Compiled` call, by one trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .arguments import Arguments, torch_spec
+from .compiled import Compiled, Output, may_be_refused
+from .lowering import lower
+from .program import Program
+from .runtime import Executable
+from .scalars import node_of, symbolic
+from .symbolic import Storage, SymbolicTensor
+from .tensor import (
+    Tensor,
+)
+from .trace import Source, Tracer
+from .tracing_modes import NeedsAutograd
+from .tree import flatten, unflatten
+
+
+def compile_call(
+    function: Callable[..., Any],
+    arguments: Arguments,
+    treespec: Any,
+    static: set[int],
+    name: str,
+    with_autograd: bool = False,
+) -> tuple[Compiled, set[int]]:
+    """Traces a call.
+
+    Returns:
+        The compiled call, and the numbers of the scalar leaves whose values it depends on.
+    """
+    try:
+        return _compile(function, arguments, treespec, static, name, with_autograd)
+    except NeedsAutograd:
+        return _compile(function, arguments, treespec, static, name, True)
+
+
+def _compile(
+    function: Callable[..., Any],
+    arguments: Arguments,
+    treespec: Any,
+    static: set[int],
+    name: str,
+    with_autograd: bool,
+) -> tuple[Compiled, set[int]]:
+    tracer = Tracer(arguments.mesh, with_autograd)
+    with tracer.active():
+        leaves = symbolic_leaves(tracer, arguments, static)
+        args, kwargs = unflatten(treespec, leaves)
+        result = function(*args, **kwargs)
+        found, result_tree = flatten(result)
+        end = ending(tracer, found)
+        program = tracer.builder.finish(end.values, name)
+        compiled = compiled_from(tracer, program, end, result_tree)
+    return compiled, tracer.reads | static
+
+
+def symbolic_leaves(tracer: Tracer, arguments: Arguments, static: set[int]) -> list[Any]:
+    """Returns the leaves of a call with tensors and run-time scalars made symbolic."""
+    leaves = list(arguments.leaves)
+    for number in arguments.tensors:
+        leaf = arguments.values[number]
+        spec = leaf._spec if isinstance(leaf, Tensor) else torch_spec(leaf, arguments.mesh)
+        leaves[number] = tracer.argument(spec, number)
+    for number in arguments.scalars:
+        if number not in static:
+            leaves[number] = symbolic(number, leaves[number], tracer.reads.add)
+    return leaves
+
+
+class Ending(NamedTuple):
+    """What a trace returns, before it is lowered: `Compiled` without its programs."""
+
+    values: list[int]
+    outputs: tuple[Output, ...]
+    mutated: tuple[tuple[int, Source], ...]
+    reduced: tuple[tuple[int, int], ...]
+    states: tuple[tuple[int, torch.Generator | None], ...]
+
+
+def ending(tracer: Tracer, found: Sequence[Any]) -> Ending:
+    """Decides the program outputs of a trace whose function returned these leaves."""
+    values: list[int] = []
+    return Ending(
+        values,
+        _outputs(tracer, found, values),
+        _mutated(tracer, values),
+        _reduced(tracer, values),
+        _next_states(tracer, values),
+    )
+
+
+def compiled_from(
+    tracer: Tracer, program: Program, end: Ending, treespec: Any, extra: tuple[int, ...] = ()
+) -> Compiled:
+    """Lowers a program and returns the compiled call."""
+    return Compiled(
+        program=program,
+        executable=Executable(lower(program)),
+        sources=tuple(
+            s
+            for s, v in zip(tracer.sources, tracer.builder.inputs, strict=True)
+            if v in program.inputs
+        ),
+        expressions=tuple(tracer.expressions),
+        outputs=end.outputs,
+        treespec=treespec,
+        mutated=end.mutated,
+        reduced=end.reduced,
+        states=end.states,
+        extra=extra,
+        untried={True} if may_be_refused(program) else set(),
+    )
+
+
+def _output(tracer: Tracer, item: Any, values: list[int]) -> Output:
+    node = node_of(item)
+    if node is not None:
+        return Output("scalar", node.expression)
+    if isinstance(item, Tensor) and not isinstance(item, SymbolicTensor):
+        return Output("constant", item)
+    if isinstance(item, torch.Tensor):
+        symbol = tracer.lift(item)
+        for tensor, value in tracer.arguments:
+            if symbol is tensor:
+                return Output("leaf", _leaf_of(tracer, value))
+        for tensor, _, captured in tracer.captures:
+            if symbol is tensor:
+                return Output("constant", captured)
+        values.append(tracer.read(symbol))
+        return _alias_output(tracer, symbol, len(values) - 1)
+    return Output("constant", item)
+
+
+def _alias_output(tracer: Tracer, symbol: SymbolicTensor, output: int) -> Output:
+    for tensor, value in tracer.arguments:
+        if tensor._storage is symbol._storage:
+            return Output("alias", output, (_leaf_of(tracer, value), not symbol._path))
+    for tensor, _, captured in tracer.captures:
+        if tensor._storage is symbol._storage:
+            return Output("alias", output, (captured, not symbol._path))
+    return Output("value", output)
+
+
+def _outputs(tracer: Tracer, found: Sequence[Any], values: list[int]) -> tuple[Output, ...]:
+    """How the results are made, those that share a storage knowing of each other."""
+    counts = Counter(i._storage for i in dict.fromkeys(filter(_is_symbolic, found)))
+    seen: dict[SymbolicTensor, int] = {}
+    first: dict[Storage, int] = {}
+    outputs: list[Output] = []
+    for number, item in enumerate(found):
+        if _is_symbolic(item) and item in seen:
+            outputs.append(Output("again", seen[item]))
+            continue
+        output = _output(tracer, item, values)
+        if _is_symbolic(item):
+            seen[item] = number
+            if output.kind == "value" and counts[item._storage] > 1:
+                output = _shared(output, item, first, number)
+        outputs.append(output)
+    return tuple(outputs)
+
+
+def _shared(output: Output, item: SymbolicTensor, first: dict[Storage, int], number: int) -> Output:
+    at = first.setdefault(item._storage, number)
+    if at != number:
+        return Output("sibling", output.item, (at, not item._path))
+    return output if not item._path else Output("part", output.item)
+
+
+def _is_symbolic(item: Any) -> bool:
+    return isinstance(item, SymbolicTensor)
+
+
+def _leaf_of(tracer: Tracer, value: int) -> int:
+    return tracer.sources[tracer.builder.inputs.index(value)].item
+
+
+def _mutated(tracer: Tracer, values: list[int]) -> tuple[tuple[int, Source], ...]:
+    found = []
+    touched = [*tracer.arguments, *((t, v) for t, v, _ in tracer.captures), *tracer.constants]
+    for tensor, before in touched:
+        if tensor._storage.version:
+            values.append(tensor._storage.value)
+            source = tracer.sources[tracer.builder.inputs.index(before)]
+            found.append((len(values) - 1, source))
+    return tuple(found)
+
+
+def _reduced(tracer: Tracer, values: list[int]) -> tuple[tuple[int, int], ...]:
+    found = []
+    for tensor, value in tracer.arguments:
+        if tracer.builder.specs[value].partial_axes and not tensor._storage.version:
+            complete = tracer.builder.reduced(value)
+            if complete is not None:
+                values.append(complete)
+                found.append((len(values) - 1, _leaf_of(tracer, value)))
+    return tuple(found)
+
+
+def _next_states(
+    tracer: Tracer, values: list[int]
+) -> tuple[tuple[int, torch.Generator | None], ...]:
+    found = []
+    for owner, (_, last) in tracer.states.items():
+        values.append(last)
+        found.append((len(values) - 1, owner))
+    return tuple(found)

@@ -1,0 +1,90 @@
+"""ATen operations that a trace treats in a way of their own: no sharding rule applies to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import functional
+from .program import Apply
+from .scalars import concrete
+from .tensor import Tensor
+
+if TYPE_CHECKING:
+    from .trace import Tracer
+
+aten = torch.ops.aten
+
+
+def _alias(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return tracer.alias(args[0])
+
+
+def _itself(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _fresh(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    return tensor if isinstance(tensor, Tensor) else tracer.constant(tensor)
+
+
+def _copied(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return tracer.record(aten.clone.default, args, {})
+
+
+def _item(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    value = _constant_value(tracer, tracer.read(tracer.lift(args[0])))
+    if value is None:
+        raise tracer.lift(args[0])._no_value("the value")
+    return op(value, *args[1:], **kwargs)
+
+
+def _constant_value(tracer: Tracer, value: int) -> torch.Tensor | None:
+    """The value of what depends on constants and factories only, or None for anything else."""
+    if value in tracer.builder.inputs:
+        source = tracer.sources[tracer.builder.inputs.index(value)]
+        return source.item.detach() if source.kind == "constant" else None
+    instruction = tracer.builder.producer(value)
+    if not isinstance(instruction, Apply):
+        return None if instruction is None else _constant_value(tracer, instruction.input)
+    if instruction.draws is not None or len(instruction.outputs) != 1:
+        return None
+    operands = {v: _constant_value(tracer, v) for v in instruction.inputs()}
+    if any(v is None for v in operands.values()):
+        return None
+    fill = functional.fill_refs(operands)
+    with torch.device("cpu"):
+        kwargs = {k: fill(v) for k, v in instruction.kwargs if k != "device"}
+        return instruction.op(*fill(instruction.args), **kwargs)
+
+
+def _choose_attention(
+    tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    """Asks PyTorch which attention kernel it would pick for tensors of these shapes."""
+
+    def unfilled(tensor: torch.Tensor) -> torch.Tensor:
+        spec = tracer.lift(tensor)._spec
+        device = spec.mesh.torch_device()
+        made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+        return made.requires_grad_(tensor.requires_grad)
+
+    named = {k: functional.map_tensors(v, unfilled) for k, v in kwargs.items()}
+    return op(*concrete(functional.map_tensors(args, unfilled)), **named)
+
+
+SPECIAL: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.detach_.default: _itself,
+    aten.lift_fresh.default: _fresh,
+    aten.lift.default: _fresh,
+    aten.lift_fresh_copy.default: _copied,
+    aten._local_scalar_dense.default: _item,
+    aten.item.default: _item,
+    aten.is_nonzero.default: _item,
+    aten._fused_sdp_choice.default: _choose_attention,
+}

@@ -1,0 +1,93 @@
+"""What is active while a function is traced: the modes through which every torch call comes.
+
+The function mode sees torch functions before any tensor subclass does; the dispatch mode receives
+every ATen operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import autograd
+
+if TYPE_CHECKING:
+    from .trace import Tracer
+
+
+class NeedsAutograd(BaseException):
+    """A function that is traced without autograd turned out to use it."""
+
+
+class DispatchMode(TorchDispatchMode):
+    """Hands every ATen operation of a trace to its tracer."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spares torch wrapping each call for (and importing) its compiler."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self._tracer.dispatch(func, args, kwargs or {})
+
+
+class FunctionMode(TorchFunctionMode):
+    """Sees every torch function of a trace before any tensor subclass does."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._tracer.with_autograd and asks_for_autograd(func, args, kwargs):
+            raise NeedsAutograd
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._tracer.with_autograd:
+                substitute = autograd.SUBSTITUTES.get(func)
+                if substitute is not None and autograd.requires_grad(args):
+                    return substitute(*args, **kwargs)
+            return func(*args, **kwargs)
+
+
+_GRADIENT_FUNCTIONS = {
+    torch.Tensor.backward,
+    torch.Tensor.register_hook,
+    torch.Tensor.retain_grad,
+    torch.autograd.grad,
+    torch.autograd.backward,
+}
+
+
+def asks_for_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether a call only makes sense where autograd records."""
+    if func in _GRADIENT_FUNCTIONS:
+        return True
+    if func is torch.Tensor.requires_grad_:
+        return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+    setter = getattr(func, "__name__", "") == "__set__"
+    return setter and func == torch.Tensor.requires_grad.__set__ and bool(args[1])  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Makes `torch.compiler.is_compiling()` true: model code then takes its traceable path."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
