@@ -212,7 +212,8 @@ def _files(folder: Path) -> list[Path]:
 
 def _read(part: Any, mesh: DeviceMesh, placements: Placements) -> Tensor:
     def box(bounds: Box) -> torch.Tensor:
-        return part[tuple(slice(*b) for b in bounds)] if bounds else part[...]
+        # safetensors gives views of the mapped file; a shard is memory of its own.
+        return (part[tuple(slice(*b) for b in bounds)] if bounds else part[...]).clone()
 
     shape = part.get_shape()
     probe = part[tuple(slice(0, 0) for _ in shape)] if shape else part[...]

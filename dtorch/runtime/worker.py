@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import gc
 import os
+import pathlib
 import queue
 import threading
 from collections.abc import Callable, Iterable
@@ -22,10 +23,6 @@ from ..mesh import Device
 from . import executor
 from .executor import Call, DeviceState
 from .future import Failure, Handle, wait_all
-
-_torch_library = ctypes.CDLL(
-    os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
-)
 
 
 class Worker:
@@ -68,8 +65,14 @@ class Worker:
 
 
 def _thread_setters() -> list[Callable[[int], object]]:
+    """The calls that set the threads of the calling thread alone, where torch's library has them.
+
+    Where it has none, worker threads keep the number that torch gives every new thread.
+    """
+    folder = pathlib.Path(torch.__file__).parent / "lib"
     names = ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")
-    return [getattr(_torch_library, n) for n in names if hasattr(_torch_library, n)]
+    libraries = [ctypes.CDLL(str(f)) for f in sorted(folder.glob("*torch_cpu.*[!b]"))]
+    return [getattr(lib, n) for lib in libraries for n in names if hasattr(lib, n)]
 
 
 _setters = _thread_setters()
