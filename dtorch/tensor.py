@@ -79,8 +79,9 @@ class Tensor(torch.Tensor):
     Source: the arguments of `torch.tensor` and of PyTorch's `DTensor`.
 
     Example:
-        >>> mesh = DeviceMesh("cpu", [0, 1])
-        >>> x = Tensor(torch.ones(4, 2), device_mesh=mesh, placements=[Shard(0)])
+        >>> import dtorch
+        >>> mesh = dtorch.DeviceMesh("cpu", [0, 1])
+        >>> x = dtorch.Tensor(torch.ones(4, 2), device_mesh=mesh, placements=[dtorch.Shard(0)])
         >>> x.local_shards()[0].shape
         torch.Size([2, 2])
     """
