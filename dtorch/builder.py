@@ -173,6 +173,7 @@ class Builder:
     ) -> None:
         state = None
         if draws is not None:
+            draws = self.move(draws, home, (Replicate(),) * home.ndim)
             state = (draws, self._new_value(self.specs[draws]))
         localize = sharding.localize or (_Sizes(sharding.sizes) if sharding.sizes else None)
         self._instructions.append(

@@ -25,7 +25,7 @@ import torch
 
 from . import functional
 from .builder import Builder, has_rule
-from .errors import DataDependentError, MutationError, TraceError
+from .errors import DataDependentError, MeshError, MutationError, TraceError
 from .infer import infer
 from .mesh import DeviceMesh
 from .parts import dense_stride
@@ -336,7 +336,7 @@ class Tracer:
         _refuse_data_dependent(op, args)
         lowered, named = self._lowered(op, args, kwargs)
         has_operands = next(refs((lowered, tuple(named.values()))), None) is not None
-        named = _with_device(op, named, None if has_operands else self.mesh)
+        named = _with_device(op, named, self.mesh, has_operands)
         if has_operands:
             return self.builder.apply(op, lowered, named)
         named = _with_dtype(op, self.builder.with_scalars(lowered), named)
@@ -381,7 +381,7 @@ class Tracer:
         generator = kwargs.pop("generator", None)
         lowered, named = self._lowered(op, args, kwargs)
         has_operands = next(refs((lowered, tuple(named.values()))), None) is not None
-        named = _with_device(op, named, None if has_operands else self.mesh)
+        named = _with_device(op, named, self.mesh, has_operands)
         if not has_operands:
             named = _with_dtype(op, self.builder.with_scalars(lowered), named)
         first, _ = self.states.get(generator) or (self.draw_state(generator), 0)
@@ -502,13 +502,19 @@ def _flat(results: Any) -> list[Any]:
 
 
 def _with_device(
-    op: torch._ops.OpOverload, kwargs: dict[str, Any], mesh: DeviceMesh | None
+    op: torch._ops.OpOverload, kwargs: dict[str, Any], mesh: DeviceMesh, has_operands: bool
 ) -> dict[str, Any]:
     """Gives a factory the device of its mesh; other operations run where their operands are."""
     if not functional.takes_device(op):
         return kwargs
+    device = kwargs.get("device")
+    if has_operands and device is not None and torch.device(device).type != mesh.device_type:
+        raise MeshError(
+            f"{op} asks for device {str(device)!r}, but its tensors live on {mesh!r}.\n"
+            "  Fix: x.redistribute(device_mesh=...) to a mesh of that device first."
+        )
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
-    return kwargs if mesh is None else kwargs | {"device": mesh.torch_device()}
+    return kwargs if has_operands else kwargs | {"device": mesh.torch_device()}
 
 
 def _with_dtype(

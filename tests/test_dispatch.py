@@ -557,3 +557,11 @@ def test_as_strided_does_not_reach_beyond_a_view() -> None:
 def test_a_kernel_that_contradicts_shape_inference_raises() -> None:
     with pytest.raises(dtorch.errors.DTorchError, match="PyTorch's shape inference says"):
         dtorch.ones(2, dtype=torch.bool) ** True
+
+
+def test_another_kind_of_device_is_refused_not_ignored() -> None:
+    x = dtorch.ones(2)
+    with pytest.raises(dtorch.errors.MeshError, match="asks for device 'meta'"):
+        torch.zeros_like(x, device="meta")
+    with pytest.raises(dtorch.errors.MeshError, match="asks for device 'meta'"):
+        dtorch.jit(lambda x: torch.empty_like(x, device="meta"))(x)

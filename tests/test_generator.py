@@ -286,3 +286,19 @@ def test_a_forked_child_draws_what_its_parent_would() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert os.read(read, 1000).decode() == repr(expected.tolist())
+
+
+def test_draws_on_two_stages_continue_one_stream() -> None:
+    first, second = dtorch.init_device_mesh("cpu", (2, 2), ("pp", "tp")).unbind("pp")
+    x, y = dtorch.ones(4, 4, device_mesh=first), dtorch.ones(4, 4, device_mesh=second)
+
+    def dropped(x: Any, y: Any) -> Any:
+        return torch.nn.functional.dropout(x, 0.5), torch.nn.functional.dropout(y, 0.5)
+
+    torch.manual_seed(0)
+    expected = dropped(torch.ones(4, 4), torch.ones(4, 4))
+    for function in (dropped, dtorch.jit(dropped)):
+        torch.manual_seed(0)
+        found = function(x, y)
+        assert found[1].device_mesh == second
+        assert all(torch.equal(f.to_torch(), e) for f, e in zip(found, expected, strict=True))
