@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .ops import fold_mm
+from .tensor import EntryPoints
 
 aten = torch.ops.aten
 
@@ -85,17 +86,60 @@ def _grad_of_right(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> torc
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
-    if weight.ndim != 2 or input.ndim < 2:
+    if weight.ndim != 2 or input.ndim < 2 or _is_autocast(input):
         return torch.nn.functional.linear(input, weight, bias)
     return Linear.apply(input, weight, bias)
 
 
 def _matmul(input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    if not isinstance(other, torch.Tensor) or min(input.ndim, other.ndim) < 2:
+    if not isinstance(other, torch.Tensor) or _is_autocast(input):
+        return torch.matmul(input, other)
+    if min(input.ndim, other.ndim) < 2:
         return torch.matmul(input, other)
     if max(input.ndim, other.ndim) < 3 or input.ndim == 2:
         return torch.matmul(input, other)
     return Matmul.apply(input, other)
+
+
+def _is_autocast(tensor: torch.Tensor) -> bool:
+    """Whether autocast would cast operands below the function, which must save them cast."""
+    return torch.is_autocast_enabled(tensor.device.type)
+
+
+class SetItem(torch.autograd.Function):
+    """A copy of a tensor with ``copy[index] = value``."""
+
+    @staticmethod
+    def forward(ctx: Any, target: Any, index: Any, value: Any) -> Any:
+        ctx.index = index
+        ctx.value_shape = value.shape if isinstance(value, torch.Tensor) else None
+        result = target.detach().clone()
+        _assign(result, index, value)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        grad_target = grad_value = None
+        if ctx.needs_input_grad[0]:
+            kept = torch.ones_like(grad)
+            _assign(kept, ctx.index, 0)
+            grad_target = torch.where(kept.bool(), grad, 0)
+        if ctx.value_shape is not None and ctx.needs_input_grad[2]:
+            picked = grad[ctx.index]
+            extra = max(len(ctx.value_shape) - picked.ndim, 0)
+            grad_value = picked.sum_to_size(ctx.value_shape[extra:]).reshape(ctx.value_shape)
+        return grad_target, None, grad_value
+
+
+def _assign(target: Any, index: Any, value: Any) -> None:
+    """Assigns as one whole call, also where PyTorch has turned off tensor subclasses' own calls."""
+    EntryPoints.function(torch.Tensor.__setitem__, (target, index, value), {})
+
+
+def _set_item(target: torch.Tensor, index: Any, value: Any) -> None:
+    """Assigns through a function of the whole, since PyTorch would write through a view."""
+    target.copy_(SetItem.apply(target, index, value))
 
 
 SUBSTITUTES: dict[Any, Callable[..., torch.Tensor]] = {
@@ -105,6 +149,10 @@ SUBSTITUTES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.__matmul__: _matmul,
 }
 """What to call in place of a torch function when an argument requires grad."""
+
+
+EAGER_SUBSTITUTES = SUBSTITUTES | {torch.Tensor.__setitem__: _set_item}
+"""The same outside of a trace, where views of views have no exact meaning."""
 
 
 def requires_grad(args: tuple[Any, ...]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from . import generator
+from .aliases import AliasGroup
 from .arguments import Arguments
 from .errors import DTorchError, MutationError
 from .parts import Handles, place_parts
@@ -24,7 +25,6 @@ from .scalars import Expression, evaluate
 from .source import user_line
 from .spec import Spec
 from .tensor import (
-    AliasGroup,
     EntryPoints,
     Tensor,
 )
@@ -82,7 +82,9 @@ class Compiled:
     constants: dict[int, Handles] = dataclasses.field(default_factory=dict)
     untried: set[bool] = dataclasses.field(default_factory=set)
 
-    def run(self, arguments: Arguments, check_aliases: bool) -> list[Any]:
+    def run(
+        self, arguments: Arguments, check_aliases: bool, below_autograd: bool = False
+    ) -> list[Any]:
         """Submits the program and returns the result's leaves, and after them the extra ones."""
         leaves, read = arguments.leaves, arguments.values
         if self.mutated:
@@ -99,7 +101,11 @@ class Compiled:
             _raise_if_refused(values)
             self.untried.clear()
         for output, source in self.mutated:
-            _rebind(leaves[source.item] if source.kind == "leaf" else source.item, values[output])
+            target = leaves[source.item] if source.kind == "leaf" else source.item
+            _rebind(target, values[output])
+            # Below autograd, PyTorch has counted the change itself, if it counts it at all.
+            if not below_autograd:
+                torch.autograd.graph.increment_version(target)
         for output, leaf in self.reduced:
             leaves[leaf]._reduced = values[output]
         results: list[Any] = []
@@ -208,8 +214,8 @@ def may_be_refused(program: Program) -> bool:
     """Whether an operation takes other dtypes than float32 or float64, or is for integers."""
     for instruction in program.instructions:
         if isinstance(instruction, Apply):
-            operands = refs((instruction.args, instruction.kwargs))
-            dtypes = {program.specs[r.id].dtype for r in operands}
+            operands = [r.id for r in refs((instruction.args, instruction.kwargs))]
+            dtypes = {program.specs[v].dtype for v in operands or instruction.results()}
             common = len(dtypes) < 2 and dtypes <= {torch.float32, torch.float64}
             if not common or any(w in instruction.op.name() for w in _FOR_INTEGERS):
                 return True
@@ -251,7 +257,7 @@ def _check_as_inferred(tensor: Tensor) -> None:
 
 
 def _is_about_dtypes(error: BaseException) -> bool:
-    words = ("not implemented for", "dtype", "data type", "scalar type", "boolean")
+    words = ("not implemented for", "dtype", "data type", "scalar type", "boolean", "bool tensor")
     named = any(word in str(error).lower() for word in words)
     return isinstance(error, (NotImplementedError, TypeError)) or named
 
@@ -311,7 +317,6 @@ def _rebind(target: Tensor, value: Tensor) -> None:
     for tensor in same:
         tensor._handles = moved._handles
         tensor._reduced = None if fits else value
-    torch.autograd.graph.increment_version(target)
 
 
 def _link(base: Tensor, view: Tensor, is_whole: bool) -> Tensor:

@@ -102,7 +102,7 @@ def call_operation(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     leaves, treespec = flatten((args, kwargs))
     if any(isinstance(leaf, SymbolicTensor) for leaf in leaves):
         return SymbolicTensor.__torch_dispatch__(op, (), args, kwargs)
-    return _run_eagerly(op, leaves, treespec)
+    return _run_eagerly(op, leaves, treespec, below_autograd=True)
 
 
 def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -137,7 +137,7 @@ def _with_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     mesh = mesh_of(leaves)
     leaves = [as_distributed(leaf, mesh) for leaf in leaves]
     args, kwargs = unflatten(treespec, leaves)
-    substitute = autograd.SUBSTITUTES.get(func)
+    substitute = autograd.EAGER_SUBSTITUTES.get(func)
     with torch._C.DisableTorchFunctionSubclass():
         if substitute is not None:
             return substitute(*args, **kwargs)
@@ -191,7 +191,11 @@ def run_traced(function: Callable[..., Any], args: tuple[Any, ...], mesh: Device
 
 
 def _run_eagerly(
-    func: Any, leaves: list[Any], treespec: Any, mesh: DeviceMesh | None = None
+    func: Any,
+    leaves: list[Any],
+    treespec: Any,
+    mesh: DeviceMesh | None = None,
+    below_autograd: bool = False,
 ) -> Any:
     check_not_on_worker("calling a torch function")
     _refuse_reach_beyond(func, leaves)
@@ -206,7 +210,8 @@ def _run_eagerly(
     )
     if entry is _ON_HOST:
         return _on_host(func, arguments, treespec)
-    return unflatten(entry.treespec, entry.run(arguments, check_aliases=False))
+    results = entry.run(arguments, check_aliases=False, below_autograd=below_autograd)
+    return unflatten(entry.treespec, results)
 
 
 def _compile_eagerly(

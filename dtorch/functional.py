@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .errors import MutationError
-from .infer import meta_tensor
+from .errors import MeshError, MutationError
+from .infer import infer, meta_tensor
+from .mesh import DeviceMesh
 from .program import Ref, map_refs
 from .spec import Spec
 
@@ -79,6 +80,46 @@ def may_stay_symbolic(op: torch._ops.OpOverload, argument: Any) -> bool:
         return False
     on_tensors = any("Tensor" in str(a.type) for a in op._schema.arguments)
     return on_tensors or argument.name == "fill_value"
+
+
+def is_about_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether a call makes a meta tensor, or computes on one."""
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "meta":
+        return True
+    values = [*args, *kwargs.values()]
+    flat = [v for item in values for v in (item if isinstance(item, (list, tuple)) else (item,))]
+    return any(isinstance(v, torch.Tensor) and v.is_meta for v in flat)
+
+
+# -- factories -----------------------------------------------------------------------------
+
+
+def with_device(
+    op: torch._ops.OpOverload, kwargs: dict[str, Any], mesh: DeviceMesh, has_operands: bool
+) -> dict[str, Any]:
+    """Gives a factory the device of its mesh; other operations run where their operands are."""
+    if not takes_device(op):
+        return kwargs
+    device = kwargs.get("device")
+    if has_operands and device is not None and torch.device(device).type != mesh.device_type:
+        raise MeshError(
+            f"{op} asks for device {str(device)!r}, but its tensors live on {mesh!r}.\n"
+            "  Fix: x.redistribute(device_mesh=...) to a mesh of that device first."
+        )
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+    return kwargs if has_operands else kwargs | {"device": mesh.torch_device()}
+
+
+def with_dtype(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Fixes a factory's dtype now, since the default dtype may differ when a worker runs it."""
+    names = [a.name for a in op._schema.arguments]
+    if "dtype" not in names or kwargs.get("dtype") is not None or names.index("dtype") < len(args):
+        return kwargs
+    meta = infer(op, args, kwargs)
+    return kwargs | {"dtype": meta.dtype}
 
 
 # -- mutation ------------------------------------------------------------------------------
@@ -181,7 +222,12 @@ def functional_form(op: torch._ops.OpOverload) -> Form:
             pure = kind_of(candidate) is Kind.PURE
             if pure and [(a.name, str(a.type)) for a in candidate._schema.arguments] == wanted:
                 return Form(op, candidate, mutated, outs)
-    raise MutationError(
+    raise changes_shape(op, name)
+
+
+def changes_shape(op: torch._ops.OpOverload, name: str) -> MutationError:
+    """Returns the error of an in-place call that a distributed tensor cannot follow."""
+    return MutationError(
         f"{op} changes a tensor's shape or storage in place, which a distributed tensor "
         f"cannot do.\n  Fix: use the functional form, x = x.{name}(...)."
     )
@@ -201,6 +247,18 @@ def _overloads(packet: str) -> list[torch._ops.OpOverload]:
         ):  # TorchScript-only overloads have no dispatcher entry
             continue
     return overloads
+
+
+@functools.lru_cache(maxsize=64)
+def view_form(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """Returns the view operation of one that gives a tensor another shape in place, or None."""
+    if op.overloadpacket not in (aten.transpose_, aten.t_, aten.squeeze_, aten.unsqueeze_):
+        return None
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    for candidate in _overloads(op.overloadpacket.__name__.removesuffix("_")):
+        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == wanted:
+            return candidate
+    return None
 
 
 # -- views ---------------------------------------------------------------------------------
@@ -228,7 +286,7 @@ def put_back(builder: Builder, step: ViewStep, base: int, value: int) -> int:
         MutationError: The view shows an element twice, or its inverse is not known.
     """
     spec = builder.specs[base]
-    inverse = _INVERSES.get(step.op.overloadpacket)
+    inverse = _INVERSES.get(step.op) or _INVERSES.get(step.op.overloadpacket)
     if inverse is None:
         raise MutationError(
             f"writing through the view made by {step.op} is not supported.\n"
@@ -286,6 +344,7 @@ def _split(base: Spec, step: ViewStep) -> tuple[Any, tuple[Any, ...]]:
 
 
 _INVERSES: dict[Any, _Inverse] = {
+    aten.view.dtype: lambda base, step: (aten.view.dtype, (base.dtype,)),
     aten.view: _reshape,
     aten._unsafe_view: _reshape,
     aten.unsqueeze: _reshape,

@@ -33,7 +33,7 @@ from .spec import Spec
 from .symbolic import SymbolicTensor
 from .tensor import Tensor, place
 from .trace import Source, Tracer
-from .tree import flatten, leaf_path, unflatten
+from .tree import argument_path, flatten, unflatten
 
 _P = ParamSpec("_P")
 
@@ -97,16 +97,18 @@ class JitFunction(Generic[_P, _R]):
     def __init__(
         self,
         function: Callable[_P, _R],
-        static_argnums: Iterable[int],
-        static_argnames: Iterable[str],
-        donate_argnums: Iterable[int],
+        static_argnums: int | Sequence[int],
+        static_argnames: str | Sequence[str],
+        donate_argnums: int | Sequence[int],
         maxsize: int,
     ) -> None:
+        if not callable(function):
+            raise TypeError(f"jit needs a function, not {type(function).__name__} {function!r}.")
         functools.update_wrapper(self, function)
         self._function = function
-        self._static_argnums = frozenset(static_argnums)
-        self._static_argnames = frozenset(static_argnames)
-        self._donated = frozenset(donate_argnums)
+        self._static_argnums = _checked_numbers(function, "static_argnums", static_argnums)
+        self._static_argnames = _checked_names(function, static_argnames)
+        self._donated = _checked_numbers(function, "donate_argnums", donate_argnums)
         options = (self._static_argnums, self._static_argnames, self._donated, maxsize)
         self._traced = _traced_of(function, options, maxsize)
 
@@ -159,17 +161,15 @@ class JitFunction(Generic[_P, _R]):
     def _with_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._static_argnums and not self._static_argnames:
             return args, kwargs
-        names = self._static_argnames | self._names_of(self._static_argnums, len(args))
-        numbers = self._static_argnums | self._numbers_of(self._static_argnames)
+        given = _from_start(self._static_argnums, len(args))
+        names = self._static_argnames | self._names_of(given, len(args))
+        numbers = given | self._numbers_of(self._static_argnames)
         fixed = tuple(_static(a, str(i)) if i in numbers else a for i, a in enumerate(args))
         return fixed, {k: _static(v, k) if k in names else v for k, v in kwargs.items()}
 
     @functools.cached_property
     def _parameters(self) -> list[str]:
-        try:
-            return list(inspect.signature(self._function).parameters)
-        except (TypeError, ValueError):
-            return []
+        return _positional(_parameters_of(self._function) or [])
 
     def _names_of(self, numbers: frozenset[int], count: int) -> frozenset[str]:
         names = self._parameters
@@ -204,11 +204,76 @@ class JitFunction(Generic[_P, _R]):
 
     def _give_away(self, args: tuple[Any, ...], results: Sequence[Any]) -> None:
         returned = {id(r) for r in results}
-        for number in self._donated:
-            if number < len(args):
+        for number in _from_start(self._donated, len(args)):
+            if 0 <= number < len(args):
                 for leaf in flatten(args[number])[0]:
                     if type(leaf) is Tensor and id(leaf) not in returned:
                         leaf._donate()
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """The parameters of a function, or None if it does not say."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def _positional(parameters: list[inspect.Parameter]) -> list[str]:
+    return [p.name for p in parameters if p.kind in _POSITIONAL]
+
+
+def _from_start(numbers: frozenset[int], count: int) -> frozenset[int]:
+    """Positions without negative ones, which only a function of unknown parameters still has."""
+    return frozenset(n + count if n < 0 else n for n in numbers)
+
+
+def _checked_numbers(function: Callable[..., Any], option: str, value: Any) -> frozenset[int]:
+    """The positions that an option gives, from the start if the function's parameters are known.
+
+    Raises:
+        TypeError: They are not integers.
+        ValueError: The function has no such parameter.
+    """
+    numbers = tuple(value) if isinstance(value, Iterable) else (value,)
+    if any(isinstance(n, bool) or not isinstance(n, (int, numpy.integer)) for n in numbers):
+        raise TypeError(f"{option} must be an integer or integers, not {value!r}.")
+    parameters = _parameters_of(function)
+    if parameters is None or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return frozenset(map(int, numbers))
+    names = _positional(parameters)
+    for number in numbers:
+        if not -len(names) <= number < len(names):
+            raise ValueError(
+                f"{option}={value!r}: {_name_of(function)} has no positional parameter {number}; "
+                f"it has {len(names)}: ({', '.join(names)}).\n"
+                "  Fix: count its parameters from 0, or name it in static_argnames."
+            )
+    return _from_start(frozenset(map(int, numbers)), len(names))
+
+
+def _checked_names(function: Callable[..., Any], value: str | Iterable[str]) -> frozenset[str]:
+    names = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(n, str) for n in names):
+        raise TypeError(f"static_argnames must be a string or strings, not {value!r}.")
+    parameters = _parameters_of(function)
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return frozenset(names)
+    known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"static_argnames={value!r}: {_name_of(function)} has no parameter {name!r}; "
+                f"it has ({', '.join(known)}).\n  Fix: name one of its parameters."
+            )
+    return frozenset(names)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", None) or repr(function)
 
 
 def _without_static(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -253,9 +318,9 @@ def _check_leaves(tree: Any, leaves: list[Any]) -> None:
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, (*_ACCEPTED, *_STATIC_LEAVES)) or _is_value(leaf):
             continue
-        args, path = "args", leaf_path(tree, number)
+        path = argument_path(("args", "kwargs"), tree, number)
         raise TraceError(
-            f"a jitted function cannot take {type(leaf).__name__} {leaf!r} at {args}{path}.\n"
+            f"a jitted function cannot take {type(leaf).__name__} {leaf!r} at {path}.\n"
             f"  Fix: {import_error} (static_argnums, static_argnames)."
         )
 
@@ -326,13 +391,17 @@ def jit(
 
     Args:
         function: The function; without it, a decorator is returned.
-        static_argnums: Positions of arguments that are part of the key, whatever they are.
+        static_argnums: Positions of arguments that are part of the key, whatever they are;
+            negative ones count from the end of the function's positional parameters.
         static_argnames: Names of such arguments.
         donate_argnums: Positions of arguments whose tensors the call may consume: they must
             not be used again.
         maxsize: How many programs are kept.
 
     Raises:
+        TypeError: `function` cannot be called, or an option is of another type.
+        ValueError: An option names a parameter that the function lacks, or `maxsize` is not
+            positive.
         TraceError: At the call: an argument is no tensor, number, string or container of them.
         DataDependentError: At the call: Python control flow needs a tensor's value.
 
@@ -343,14 +412,11 @@ def jit(
         >>> f(torch.ones(2, 3), torch.ones(3, 2)).shape
         torch.Size([2, 2])
     """
-
-    def numbers(value: int | Sequence[int]) -> tuple[int, ...]:
-        return (value,) if isinstance(value, int) else tuple(value)
-
-    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    if maxsize < 1:
+        raise ValueError(f"maxsize must be at least 1, not {maxsize}.")
 
     def wrap(f: Callable[_P, _R]) -> JitFunction[_P, _R]:
-        return JitFunction(f, numbers(static_argnums), names, numbers(donate_argnums), maxsize)
+        return JitFunction(f, static_argnums, static_argnames, donate_argnums, maxsize)
 
     return wrap if function is None else wrap(function)
 
@@ -424,8 +490,14 @@ class _Node(torch.autograd.Function):
         return tuple(results[i] for i in call.differentiable)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            # `once_differentiable` would only notice a second derivative by the incoming gradient.
+            raise TraceError(
+                "the gradient of a jitted call cannot be differentiated again (create_graph=True)."
+                "\n  Fix: take both derivatives inside one jitted function, with dtorch.grad or "
+                "torch.autograd.grad, or call the function without jit."
+            )
         return None, None, None, *ctx.call.gradients(ctx.saved_tensors, grads, ctx.scalars)
 
 
@@ -443,6 +515,7 @@ def _compile_with_grad(
         sources = [leaves[i].requires_grad_() for i in wants]
         args, kwargs = unflatten(treespec, leaves)
         found, result_tree = flatten(function(*args, **kwargs))
+        _check_changed(tracer, found)
         firsts = {id(o): i for i, o in reversed(list(enumerate(found)))}
         places = tuple(
             i for i, o in enumerate(found) if firsts[id(o)] == i and _is_differentiable(o, sources)
@@ -464,6 +537,18 @@ def _compile_with_grad(
     backward = Executable(lower(after))
     call = _Differentiable(forward, backward, after, wants, places, grads_of)
     return call, tracer.reads | static
+
+
+def _check_changed(tracer: Tracer, found: Sequence[Any]) -> None:
+    """Refuses to lose the graph of an argument that was changed in place and is not returned."""
+    for tensor, _ in tracer.arguments:
+        returned = any(tensor is o for o in found)
+        if tensor._storage.version and tensor.grad_fn is not None and not returned:
+            raise TraceError(
+                f"a jitted function changes an argument of shape {list(tensor.shape)} in place to "
+                "a value that requires grad, and does not return it; its gradient would be lost."
+                "\n  Fix: return the new value, or detach() what is written."
+            )
 
 
 def _is_differentiable(out: Any, sources: Sequence[Any]) -> bool:

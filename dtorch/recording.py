@@ -10,6 +10,7 @@ import torch
 
 from .arguments import Arguments, torch_spec
 from .compiled import Compiled, Output, may_be_refused
+from .errors import TraceError
 from .lowering import lower
 from .program import Program
 from .runtime import Executable
@@ -87,6 +88,7 @@ class Ending(NamedTuple):
 
 def ending(tracer: Tracer, found: Sequence[Any]) -> Ending:
     """Decides the program outputs of a trace whose function returned these leaves."""
+    _check_no_gradient_left(tracer)
     values: list[int] = []
     return Ending(
         values,
@@ -95,6 +97,16 @@ def ending(tracer: Tracer, found: Sequence[Any]) -> Ending:
         _reduced(tracer, values),
         _next_states(tracer, values),
     )
+
+
+def _check_no_gradient_left(tracer: Tracer) -> None:
+    for tensor, _ in tracer.arguments:
+        if tensor.grad is not None:
+            raise TraceError(
+                "a jitted function calls backward() on its arguments, whose .grad it cannot set.\n"
+                "  Fix: use dtorch.grad or torch.autograd.grad inside it, or call backward() on "
+                "its result outside."
+            )
 
 
 def compiled_from(
@@ -126,7 +138,7 @@ def _output(tracer: Tracer, item: Any, values: list[int]) -> Output:
         return Output("scalar", node.expression)
     if isinstance(item, Tensor) and not isinstance(item, SymbolicTensor):
         return Output("constant", item)
-    if isinstance(item, torch.Tensor):
+    if isinstance(item, torch.Tensor) and not item.is_meta:
         symbol = tracer.lift(item)
         for tensor, value in tracer.arguments:
             if symbol is tensor:

@@ -76,6 +76,19 @@ def _choose_attention(
     return op(*concrete(functional.map_tensors(args, unfilled)), **named)
 
 
+def _yes(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return True
+
+
+def _batch_norm(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The running statistics are changed in place, which the old operation's schema hides."""
+    *operands, mean, variance, training, momentum, eps = args
+    if not training or mean is None:
+        return tracer.record(op, args, kwargs)
+    legit = aten._native_batch_norm_legit.default
+    return tracer.dispatch(legit, (*operands, mean, variance, training, momentum, eps), {})
+
+
 SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
@@ -87,4 +100,6 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.item.default: _item,
     aten.is_nonzero.default: _item,
     aten._fused_sdp_choice.default: _choose_attention,
+    aten._has_compatible_shallow_copy_type.default: _yes,
+    aten.native_batch_norm.default: _batch_norm,
 }

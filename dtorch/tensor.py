@@ -8,9 +8,8 @@ points into this module, and they turn the call into a program.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import numpy
 import torch
@@ -25,6 +24,9 @@ from .runtime.future import Failure, Handle, values_of, wait_all
 from .runtime.worker import check_not_on_worker
 from .spec import Box, Spec
 
+if TYPE_CHECKING:
+    from .aliases import AliasGroup
+
 
 class EntryPoints:
     """What `dispatch` installs: how a call on tensors becomes a program that runs."""
@@ -32,32 +34,6 @@ class EntryPoints:
     function: Callable[..., Any]
     operation: Callable[..., Any]
     redistribute: Callable[..., Any]
-
-
-class AliasGroup:
-    """The tensors that share one storage in PyTorch's sense, held weakly."""
-
-    def __init__(self) -> None:
-        self._members: list[tuple[weakref.ref[Tensor], bool]] = []
-        self._limit = 8
-
-    def add(self, tensor: Tensor, is_whole: bool) -> None:
-        """Adds a tensor, and whether it is the whole storage rather than a view of it."""
-        if len(self._members) >= self._limit:
-            self._members = [m for m in self._members if m[0]() is not None]
-            self._limit = 2 * len(self._members) + 8
-        self._members.append((weakref.ref(tensor), is_whole))
-        tensor._aliases = self
-
-    def others(self, tensor: Tensor) -> list[tuple[Tensor, bool]]:
-        """Returns the other living members, and whether each is whole."""
-        living = [(r(), r, whole) for r, whole in self._members]
-        self._members = [(r, whole) for t, r, whole in living if t is not None]
-        return [(t, whole) for t, _, whole in living if t is not None and t is not tensor]
-
-    def is_whole(self, tensor: Tensor) -> bool:
-        """Returns whether a member is the whole storage."""
-        return any(whole for r, whole in self._members if r() is tensor)
 
 
 class Tensor(torch.Tensor):
@@ -70,8 +46,9 @@ class Tensor(torch.Tensor):
         device_mesh: The mesh; not together with `device`.
         placements: One placement per mesh axis; replicated if not given.
         requires_grad: Whether autograd records operations on it.
-        copy: Copy `data` now, each device its own part. With False the tensor reads the
-            caller's memory later, and raises if it was written to meanwhile (CPU only).
+        copy: Copy `data` now, each device its own part. With False the tensor reads the memory
+            of a torch tensor later, and raises if it was written to meanwhile (CPU only). Other
+            data, such as a numpy array, is always copied: writes to it cannot be noticed.
 
     Raises:
         PlacementError: The placements do not fit, or both `device` and `device_mesh` are given.
@@ -114,6 +91,7 @@ class Tensor(torch.Tensor):
         mesh = resolve_mesh(device, device_mesh) or default_mesh()
         source = _as_torch(data, dtype)
         chosen = normalized(_default(placements, mesh), mesh, source.ndim)
+        copy = copy or not isinstance(data, torch.Tensor)
         result = place(source, mesh, chosen, copy=copy)
         return result.requires_grad_(requires_grad) if requires_grad else result
 
@@ -123,17 +101,7 @@ class Tensor(torch.Tensor):
     @staticmethod
     def _of(spec: Spec, handles: Handles) -> Tensor:
         """Returns the tensor of a spec and its shards."""
-        result = torch.Tensor._make_wrapper_subclass(
-            Tensor,
-            spec.shape,
-            strides=spec.stride,
-            dtype=spec.dtype,
-            device=spec.mesh.torch_device(),
-        )
-        if spec.conj:
-            torch._C._set_conj(result, True)
-        if spec.neg:
-            torch._C._set_neg(result, True)
+        result = wrapper(Tensor, spec)
         result._spec = spec
         result._handles = handles
         result._aliases = None
@@ -355,6 +323,51 @@ class Tensor(torch.Tensor):
         """
         return self.to_torch().tolist()
 
+    # -- memory that a distributed tensor does not have ------------------------------------
+
+    def apply_(self, callable: Any) -> Any:
+        """Refused: it would run Python on each element in place."""
+        raise self._no_memory("apply_", TypeError)
+
+    def map_(self, other: Any, callable: Any) -> Any:
+        """Refused: it would run Python on each element in place."""
+        raise self._no_memory("map_", TypeError)
+
+    def map2_(self, x: Any, y: Any, callable: Any) -> Any:
+        """Refused: it would run Python on each element in place."""
+        raise self._no_memory("map2_", TypeError)
+
+    def data_ptr(self) -> int:
+        """Refused: there is no one address."""
+        raise self._no_memory("data_ptr", RuntimeError)
+
+    def _no_memory(self, name: str, kind: type[Exception]) -> Exception:
+        return kind(
+            f"{name}() needs the memory of the tensor, which a distributed tensor of shape "
+            f"{list(self.shape)} on {self.device_mesh!r} does not have in one place.\n"
+            "  Fix: use torch functions, or call it on to_torch(), a copy of the global value."
+        )
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = -1,
+        max_version: tuple[int, int] | None = None,
+        dl_device: Any = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """Exports a fresh copy of the global value. Blocking: until it is computed."""
+        if copy is False:
+            raise BufferError(
+                f"a distributed tensor of shape {list(self.shape)} cannot be exported without a "
+                "copy.\n  Fix: leave out copy=False."
+            )
+        value = self.detach().to_torch().resolve_conj().resolve_neg()
+        return value.__dlpack__(stream=stream, max_version=max_version, dl_device=dl_device)
+
+    def __dlpack_device__(self) -> Any:
+        return torch.empty(0, device=self.device).__dlpack_device__()
+
     # -- Python protocols ------------------------------------------------------------------
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -389,6 +402,32 @@ class Tensor(torch.Tensor):
         if self.ndim == 0:
             raise TypeError("len() of a 0-d tensor")
         return self.shape[0]
+
+
+_Wrapper = TypeVar("_Wrapper", bound=Tensor)
+
+
+def wrapper(kind: type[_Wrapper], spec: Spec, offset: int = 0) -> _Wrapper:
+    """Returns a new tensor object of a spec that holds nothing yet.
+
+    Args:
+        kind: Its class.
+        spec: What torch shall see: shape, strides, dtype, device, conj and neg bits.
+        offset: Its storage offset, in elements.
+    """
+    result = torch.Tensor._make_wrapper_subclass(
+        kind,
+        spec.shape,
+        strides=spec.stride,
+        storage_offset=offset,
+        dtype=spec.dtype,
+        device=spec.mesh.torch_device(),
+    )
+    if spec.conj:
+        torch._C._set_conj(result, True)
+    if spec.neg:
+        torch._C._set_neg(result, True)
+    return result
 
 
 def _with_python_state(copied: Tensor, original: Tensor) -> Tensor:

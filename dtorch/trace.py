@@ -25,8 +25,8 @@ import torch
 
 from . import functional
 from .builder import Builder, has_rule
-from .errors import DataDependentError, MeshError, MutationError, TraceError
-from .infer import infer
+from .errors import DataDependentError, MutationError, TraceError
+from .infer import infer, meta_tensor
 from .mesh import DeviceMesh
 from .parts import dense_stride
 from .placement import Placements, Replicate, Shard
@@ -36,7 +36,7 @@ from .source import user_line
 from .spec import Spec
 from .special import SPECIAL
 from .symbolic import Storage, SymbolicTensor, ViewStep
-from .tensor import Tensor
+from .tensor import Tensor, wrapper
 from .tracing_modes import DispatchMode, FunctionMode, compiling
 
 aten = torch.ops.aten
@@ -146,18 +146,7 @@ class Tracer:
     ) -> SymbolicTensor:
         """Returns a symbolic tensor of a value: of its own storage, or a view of another."""
         spec = self.builder.specs[value]
-        result = torch.Tensor._make_wrapper_subclass(
-            SymbolicTensor,
-            spec.shape,
-            strides=spec.stride,
-            storage_offset=offset,
-            dtype=spec.dtype,
-            device=spec.mesh.torch_device(),
-        )
-        if spec.conj:
-            torch._C._set_conj(result, True)
-        if spec.neg:
-            torch._C._set_neg(result, True)
+        result = wrapper(SymbolicTensor, spec, offset)
         result._tracer = self
         result._storage = Storage(value) if storage is None else storage
         result._path = path
@@ -292,6 +281,10 @@ class Tracer:
         special = SPECIAL.get(op)
         if special is not None:
             return special(self, op, args, kwargs)
+        if op.namespace == "profiler":
+            return op(*args, **kwargs)
+        if functional.is_about_shapes(args, kwargs):
+            return self._on_meta(op, args, kwargs)
         kind = functional.kind_of(op)
         decomposable = _can_decompose(op)
         if kind is functional.Kind.MUTATES:
@@ -309,6 +302,17 @@ class Tracer:
         if decomposable and (not has_rule(op) or functional.draws(op, args, kwargs)):
             return self._decompose(op, args, kwargs)
         return self.record(op, args, kwargs)
+
+    def _on_meta(
+        self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs what PyTorch computes on meta tensors, for the shapes alone, as it is."""
+
+        def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.is_meta else meta_tensor(self.lift(tensor)._spec)
+
+        named = {k: functional.map_tensors(v, shape_of) for k, v in kwargs.items()}
+        return op(*concrete(functional.map_tensors(args, shape_of)), **named)
 
     def _decompose(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -336,10 +340,10 @@ class Tracer:
         _refuse_data_dependent(op, args)
         lowered, named = self._lowered(op, args, kwargs)
         has_operands = next(refs((lowered, tuple(named.values()))), None) is not None
-        named = _with_device(op, named, self.mesh, has_operands)
+        named = functional.with_device(op, named, self.mesh, has_operands)
         if has_operands:
             return self.builder.apply(op, lowered, named)
-        named = _with_dtype(op, self.builder.with_scalars(lowered), named)
+        named = functional.with_dtype(op, self.builder.with_scalars(lowered), named)
         return self.builder.apply(op, lowered, named, self.mesh, self._fitting(op, lowered, named))
 
     def _fitting(
@@ -381,9 +385,9 @@ class Tracer:
         generator = kwargs.pop("generator", None)
         lowered, named = self._lowered(op, args, kwargs)
         has_operands = next(refs((lowered, tuple(named.values()))), None) is not None
-        named = _with_device(op, named, self.mesh, has_operands)
+        named = functional.with_device(op, named, self.mesh, has_operands)
         if not has_operands:
-            named = _with_dtype(op, self.builder.with_scalars(lowered), named)
+            named = functional.with_dtype(op, self.builder.with_scalars(lowered), named)
         first, _ = self.states.get(generator) or (self.draw_state(generator), 0)
         state = self.draw_state(generator)
         *results, state = self.builder.apply(op, lowered, named, self.mesh, draws=state)
@@ -432,6 +436,9 @@ class Tracer:
     def _mutate(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        view_form = functional.view_form(op)
+        if view_form is not None:
+            return self._reshape_in_place(view_form, args, kwargs)
         form = functional.functional_form(op)
         written = [self.lift(t) for t in form.written(args, kwargs)]
         self._check_writable(op, args, kwargs)
@@ -446,6 +453,19 @@ class Tracer:
         if count:
             return self._wrapped(op, results[:count])
         return form.returns(args, kwargs)
+
+    def _reshape_in_place(
+        self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Makes a tensor of the trace its own view: it takes the view's shape and path."""
+        tensor = args[0]
+        if not isinstance(tensor, SymbolicTensor) or any(tensor is t for t, _ in self.arguments):
+            raise functional.changes_shape(op, op.overloadpacket.__name__)
+        view = self._view(op, args, kwargs)
+        with torch._C.DisableTorchFunction(), self._mode:
+            tensor.data = view
+        tensor._path, tensor._offset = view._path, view._offset
+        return tensor
 
     def _check_writable(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -501,39 +521,15 @@ def _flat(results: Any) -> list[Any]:
     return [results]
 
 
-def _with_device(
-    op: torch._ops.OpOverload, kwargs: dict[str, Any], mesh: DeviceMesh, has_operands: bool
-) -> dict[str, Any]:
-    """Gives a factory the device of its mesh; other operations run where their operands are."""
-    if not functional.takes_device(op):
-        return kwargs
-    device = kwargs.get("device")
-    if has_operands and device is not None and torch.device(device).type != mesh.device_type:
-        raise MeshError(
-            f"{op} asks for device {str(device)!r}, but its tensors live on {mesh!r}.\n"
-            "  Fix: x.redistribute(device_mesh=...) to a mesh of that device first."
-        )
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
-    return kwargs if has_operands else kwargs | {"device": mesh.torch_device()}
-
-
-def _with_dtype(
-    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Fixes a factory's dtype now, since the default dtype may differ when a worker runs it."""
-    names = [a.name for a in op._schema.arguments]
-    if "dtype" not in names or kwargs.get("dtype") is not None or names.index("dtype") < len(args):
-        return kwargs
-    (meta, *_) = _flat(infer(op, args, kwargs))
-    return kwargs | {"dtype": meta.dtype}
-
-
 def _refuse_data_dependent(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
     dynamic = torch.Tag.dynamic_output_shape in op.tags
-    if op is aten.where.default:
+    if op in (aten.where.default, aten._linalg_check_errors.default):
         dynamic = True
+    if op is aten.one_hot.default:
+        dynamic = not any(type(a) is int and a >= 0 for a in args[1:])
     if op is aten.index.Tensor:
-        dynamic = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+        (indices,) = args[1:]
+        dynamic = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices)
     if dynamic or torch.Tag.data_dependent_output in op.tags:
         raise DataDependentError(
             f"the result of {op} depends on the values of its arguments, which exist at run "

@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import autograd
+from .errors import TraceError
+from .source import user_line
 
 if TYPE_CHECKING:
     from .trace import Tracer
@@ -55,6 +57,14 @@ class FunctionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._tracer.with_autograd and asks_for_autograd(func, args, kwargs):
             raise NeedsAutograd
+        if func == _DATA_SETTER:
+            raise TraceError(
+                f"x.data = ... cannot be traced ({user_line() or 'unknown line'}).\n"
+                "  Fix: x.copy_(...) under torch.no_grad()."
+            )
+        if func in _WHOLE:
+            with torch._C.DisableTorchFunctionSubclass(), torch._C._AutoDispatchBelowAutograd():
+                return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if self._tracer.with_autograd:
                 substitute = autograd.SUBSTITUTES.get(func)
@@ -63,6 +73,9 @@ class FunctionMode(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
+_DATA_SETTER = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
+# Not differentiable, and recorded whole so that the kernel checks the values.
+_WHOLE = {torch.nn.functional.one_hot}
 _GRADIENT_FUNCTIONS = {
     torch.Tensor.backward,
     torch.Tensor.register_hook,

@@ -20,7 +20,7 @@ from .symbolic import SymbolicTensor
 from .tensor import Tensor
 from .trace import Tracer
 from .tracing_modes import NeedsAutograd
-from .tree import flatten, leaf_path, map_leaves, unflatten
+from .tree import argument_path, flatten, map_leaves, unflatten
 
 # -- a jitted call as one autograd node ------------------------------------------------------
 
@@ -36,6 +36,7 @@ def value_and_grad(
     Args:
         function: Returns a scalar tensor, or a pair of it and anything else (`has_aux`).
         argnums: The argument, or arguments, to differentiate by: pytrees of floating tensors.
+            Negative numbers count from the end of the positional arguments of the call.
         has_aux: Whether `function` returns such a pair.
 
     Returns:
@@ -44,18 +45,24 @@ def value_and_grad(
         of them for a sequence of argnums), each leaf in the layout of what it belongs to.
 
     Raises:
-        TypeError: At the call: a leaf is not a floating tensor, or the value is not a scalar
-            tensor.
+        TypeError: `argnums` has something else than integers. At the call: a leaf is not a
+            floating tensor, the value is not a scalar tensor, or there is no such argument.
+        ValueError: `argnums` names an argument twice.
 
     Source: `jax.value_and_grad`; the derivatives are PyTorch's autograd's.
     """
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    single = isinstance(argnums, int)
+    asked = (argnums,) if single else tuple(argnums)
+    if not all(type(n) is int for n in asked):
+        raise TypeError(f"argnums must be an integer or integers, not {argnums!r}.")
+    _check_distinct(asked, argnums)
 
     @functools.wraps(function)
     def compute(*args: Any, **kwargs: Any) -> Any:
+        numbers = _positions(asked, len(args), argnums)
         chosen = tuple(args[i] for i in numbers)
         leaves, treespec = flatten(chosen)
-        _check_floating(chosen, leaves)
+        _check_floating(numbers, chosen, leaves)
         outer = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
         fresh = [_tracked(leaf, outer) for leaf in leaves]
         replaced = dict(zip(numbers, unflatten(treespec, fresh), strict=True))
@@ -66,7 +73,7 @@ def value_and_grad(
             grads = torch.autograd.grad(value, fresh, create_graph=outer, allow_unused=True)
         pairs = zip(leaves, grads, strict=True)
         tree = unflatten(treespec, [_gradient(leaf, g) for leaf, g in pairs])
-        gradient = tree[0] if isinstance(argnums, int) else tree
+        gradient = tree[0] if single else tree
         value = value if outer else value.detach()
         aux = map_leaves(_detached, aux) if has_aux and not outer else aux
         return ((value, aux), gradient) if has_aux else (value, gradient)
@@ -86,6 +93,7 @@ def grad(
 
     Raises:
         TypeError: As for `value_and_grad`.
+        ValueError: As for `value_and_grad`.
 
     Source: `jax.grad`.
 
@@ -101,6 +109,25 @@ def grad(
         return (result, value[1]) if has_aux else result
 
     return gradient
+
+
+def _positions(asked: Sequence[int], count: int, argnums: Any) -> tuple[int, ...]:
+    if not all(-count <= n < count for n in asked):
+        raise TypeError(
+            f"grad by argnums={argnums!r} needs these positional arguments, but the call has "
+            f"{count} positional argument{'' if count == 1 else 's'}.\n"
+            "  Fix: pass what is differentiated by position, or change argnums."
+        )
+    numbers = tuple(n % count for n in asked)
+    _check_distinct(numbers, argnums)
+    return numbers
+
+
+def _check_distinct(numbers: Sequence[int], argnums: Any) -> None:
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"argnums={argnums!r} names an argument twice.\n  Fix: give each argument once."
+        )
 
 
 def _tracked(leaf: torch.Tensor, outer: bool) -> torch.Tensor:
@@ -119,15 +146,16 @@ def _gradient(leaf: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
     return grad
 
 
-def _check_floating(tree: Any, leaves: Sequence[Any]) -> None:
+def _check_floating(numbers: Sequence[int], chosen: tuple[Any, ...], leaves: Sequence[Any]) -> None:
     for number, leaf in enumerate(leaves):
         floating = isinstance(leaf, torch.Tensor) and (
             leaf.is_floating_point() or leaf.is_complex()
         )
         if not floating:
             shown = f"{leaf.dtype} tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
+            path = argument_path([f"args[{n}]" for n in numbers], chosen, number)
             raise TypeError(
-                f"grad needs floating-point tensors, but the leaf at {leaf_path(tree, number)} "
+                f"grad needs floating-point tensors, but the leaf at {path} "
                 f"is a {shown}.\n  Fix: take it out of the differentiated argument (argnums)."
             )
 

@@ -7,7 +7,7 @@ registered with optree when they are first met.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -47,10 +47,11 @@ def leaf_names(tree: Any) -> tuple[list[str], list[Any], Any]:
     return [".".join(map(str, path)) for path in paths], leaves, treespec
 
 
-def leaf_path(tree: Any, number: int) -> str:
-    """Returns the path of a leaf, as it would be written in Python."""
-    paths, _, _ = optree.tree_flatten_with_path(tree, is_leaf=_is_leaf, namespace=NAMESPACE)
-    return "".join(f"[{p!r}]" for p in paths[number])
+def argument_path(names: Sequence[str], values: Any, number: int) -> str:
+    """Returns the path of a leaf of several values with names, as it would be written in Python."""
+    paths, _, _ = optree.tree_flatten_with_path(values, is_leaf=_is_leaf, namespace=NAMESPACE)
+    first: int = paths[number][0]
+    return names[first] + "".join(f"[{p!r}]" for p in paths[number][1:])
 
 
 def _is_leaf(value: Any) -> bool:

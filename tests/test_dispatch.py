@@ -559,9 +559,21 @@ def test_a_kernel_that_contradicts_shape_inference_raises() -> None:
         dtorch.ones(2, dtype=torch.bool) ** True
 
 
-def test_another_kind_of_device_is_refused_not_ignored() -> None:
-    x = dtorch.ones(2)
-    with pytest.raises(dtorch.errors.MeshError, match="asks for device 'meta'"):
-        torch.zeros_like(x, device="meta")
-    with pytest.raises(dtorch.errors.MeshError, match="asks for device 'meta'"):
-        dtorch.jit(lambda x: torch.empty_like(x, device="meta"))(x)
+def test_meta_tensors_are_made_for_their_shapes() -> None:
+    x = dtorch.ones(2, 3)
+    assert torch.zeros_like(x, device="meta").is_meta
+    assert dtorch.jit(lambda x: x + torch.empty_like(x, device="meta").dim())(x).tolist()[0][0] == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: dtorch.ones(2, 3).softmax(9), IndexError, "Dimension out of range"),
+        (lambda: dtorch.ones(2, 3).log_softmax(-5), IndexError, "Dimension out of range"),
+        (lambda: 1 - dtorch.ones(2, dtype=torch.bool), RuntimeError, "with a bool tensor"),
+        (lambda: dtorch.rand(3, dtype=torch.int64), NotImplementedError, "for 'Long'"),
+    ],
+)
+def test_what_is_wrong_with_the_call_raises_at_the_call(call: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()

@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("builder",),
     ("runtime",),
     ("parts",),
-    ("printing", "tensor"),
+    ("printing", "aliases", "tensor"),
     ("tree",),
     ("autograd", "functional", "symbolic", "special", "tracing_modes", "trace"),
     ("generator",),

@@ -176,6 +176,13 @@ def test_memory_that_is_not_copied_is_guarded() -> None:
         (t + 1).to_torch()
 
 
+def test_memory_that_cannot_be_guarded_is_copied() -> None:
+    source = numpy.ones(4, dtype=numpy.float32)
+    t = dtorch.Tensor(source, device_mesh=TWO, placements=[Shard(0)], copy=False)
+    source[:] = 7
+    assert t.tolist() == [1] * 4 and (t + 1).tolist() == [2] * 4
+
+
 def test_memory_that_is_not_copied_may_be_of_inference_mode() -> None:
     with torch.inference_mode():
         source = torch.ones(4)
@@ -583,6 +590,37 @@ def test_a_state_dict_goes_through() -> None:
         module.weight.zero_()
     module.load_state_dict(saved)
     assert torch.equal(module.weight.detach().to_torch(), saved["weight"].to_torch())
+
+
+def test_methods_that_need_memory_are_refused() -> None:
+    t = dtorch.Tensor(torch.ones(4), device_mesh=TWO, placements=[Shard(0)])
+    for call in (
+        lambda: t.apply_(lambda v: v + 1),
+        lambda: t.map_(torch.ones(4), lambda a, b: a + b),
+        lambda: t.map2_(t, t, lambda a, b, c: a),
+    ):
+        with pytest.raises(TypeError, match=r"apply_|map2?_\(\) needs the memory .*\n  Fix: use"):
+            call()
+    for holder in (t, torch.nn.Parameter(t), t.clone().requires_grad_() * 2):
+        with pytest.raises(RuntimeError, match=r"data_ptr\(\) needs the memory of the tensor"):
+            holder.data_ptr()
+    assert t.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize(("mesh", "placements"), LAYOUTS, ids=str)
+def test_dlpack_exports_a_copy(mesh: dtorch.DeviceMesh, placements: list[Any]) -> None:
+    value = torch.arange(8.0).view(4, 2)
+    t = dtorch.Tensor(value, device_mesh=mesh, placements=placements)
+    for source in (t, torch.nn.Parameter(t)):
+        assert source.__dlpack_device__() == value.__dlpack_device__()
+        for copy_ in (None, True):
+            got = torch.from_dlpack(source, copy=copy_)
+            assert type(got) is torch.Tensor and torch.equal(got, value)
+            got.zero_()
+        numpy.testing.assert_array_equal(numpy.from_dlpack(source), value.numpy())
+        with pytest.raises(BufferError, match="without a copy"):
+            torch.from_dlpack(source, copy=False)
+    assert torch.equal(t.to_torch(), value)
 
 
 def test_hash_equality_and_sets() -> None:

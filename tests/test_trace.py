@@ -618,3 +618,40 @@ def test_composite_operations_are_recorded_whole_without_gradients() -> None:
     program = dtorch.jit(lambda x, w: torch.nn.functional.linear(x, w)).program(x, w)
     assert [str(i.op) for i in program.instructions] == ["aten.linear.default"]  # type: ignore[union-attr]
     assert program.communication() == []
+
+
+def reshaped_in_place(x: Any) -> Any:
+    y = x.clone()
+    z = y
+    y.transpose_(0, 1)
+    y[0] = 5
+    y.unsqueeze_(0)
+    y.squeeze_()
+    y.t_()
+    y[1] += 1
+    return y, z.sum(0)
+
+
+COMPOSITES: list[Callable[[Any], Any]] = [
+    lambda x: x.quantile(0.3, 1),
+    lambda x: torch.view_as_real(
+        torch.stft(x.reshape(-1), 8, window=torch.ones(8), return_complex=True)
+    ),
+    lambda x: reshaped_in_place(x)[0],
+    lambda x: reshaped_in_place(x)[1],
+]
+
+
+@pytest.mark.parametrize("number", range(len(COMPOSITES)))
+def test_shapes_changed_in_place_inside_a_call(number: int) -> None:
+    x = torch.rand(4, 6)
+    expected = COMPOSITES[number](x.clone())
+    mine = dtorch.Tensor(x, device_mesh=dtorch.DeviceMesh("cpu", [0, 1]), placements=[Shard(0)])
+    found = dtorch.jit(COMPOSITES[number])(mine)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found.to_torch(), expected)
+
+
+def test_the_shape_of_an_argument_cannot_change_in_place() -> None:
+    with pytest.raises(MutationError, match="changes a tensor's shape or storage in place"):
+        dtorch.ones(2, 3).transpose_(0, 1)

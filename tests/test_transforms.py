@@ -107,16 +107,17 @@ class Unknown:
 @pytest.mark.parametrize(
     ("args", "kwargs", "path"),
     [
-        ((Unknown(),), {}, r"\[0\]\[0\]"),
-        (({"a": [1, Unknown()]},), {}, r"\[0\]\[0\]\['a'\]\[1\]"),
-        ((), {"key": (Unknown(),)}, r"\[1\]\['key'\]\[0\]"),
-        ((Pair(1, {2: Unknown()}),), {}, "second|1"),
+        ((Unknown(),), {}, r"args\[0\]"),
+        ((1, Unknown()), {}, r"args\[1\]"),
+        (({"a": [1, Unknown()]},), {}, r"args\[0\]\['a'\]\[1\]"),
+        ((), {"key": (Unknown(),)}, r"kwargs\['key'\]\[0\]"),
+        ((Pair(1, {2: Unknown()}),), {}, r"args\[0\]\[1\]\[2\]"),
     ],
 )
 def test_an_unknown_object_raises_with_its_path(args: Any, kwargs: Any, path: str) -> None:
     f = dtorch.jit(lambda *a, **k: ones(1))
     with pytest.raises(
-        TraceError, match=f"cannot take Unknown <unknown> at args.*({path})(.|\n)*Fix: "
+        TraceError, match=rf"cannot take Unknown <unknown> at {path}\.\n(.|\n)*Fix: "
     ) as e:
         f(*args, **kwargs)
     assert "static_argnums" in str(e.value)
@@ -193,6 +194,54 @@ def test_as_a_decorator_with_options_and_on_methods() -> None:
         return x + 1
 
     assert f.__name__ == "f" and f.__doc__ == "A docstring." and repr(f) == "dtorch.jit(f)"
+
+
+def test_options_are_checked_when_the_function_is_wrapped() -> None:
+    def f(x: Any, mode: Any, *, scale: Any = 1) -> Any:
+        return x * 2 if mode == "double" else x + 1
+
+    for numbers in (-1, [numpy.int64(-1)], {1, -1}):
+        jitted = dtorch.jit(f, static_argnums=numbers)  # type: ignore[arg-type]
+        assert jitted(ones(2), "double").tolist() == [2.0] * 2
+        assert jitted(ones(2), mode=Unknown()).tolist() == [2.0] * 2
+    wrapped: Any = dtorch.jit
+    for option in ("static_argnums", "donate_argnums"):
+        for number in (2, -3, (0, 5)):
+            with pytest.raises(ValueError, match=rf"{option}=.*f has no .*it has 2: \(x, mode\)"):
+                wrapped(f, **{option: number})
+        for value in (1.0, "1", None, True, (0, 1.5)):
+            with pytest.raises(TypeError, match=f"{option} must be an integer or integers"):
+                wrapped(f, **{option: value})
+    with pytest.raises(ValueError, match=r"f has no parameter 'mod'; it has \(x, mode, scale\)"):
+        dtorch.jit(f, static_argnames="mod")
+    with pytest.raises(TypeError, match="static_argnames must be"):
+        wrapped(f, static_argnames=(1,))
+    for maxsize in (0, -1):
+        with pytest.raises(ValueError, match="maxsize must be at least 1"):
+            dtorch.jit(f, maxsize=maxsize)
+        with pytest.raises(ValueError, match="maxsize must be at least 1"):
+            dtorch.jit(maxsize=maxsize)
+    with pytest.raises(TypeError, match="jit needs a function, not int 3"):
+        wrapped(3)
+
+
+def test_options_of_functions_whose_parameters_are_unknown() -> None:
+    def f(x: Any, *rest: Any, **named: Any) -> Any:
+        return x + len(rest) + (rest[-1].n if rest else 0)
+
+    class Config:
+        n = 3
+
+    jitted = dtorch.jit(f, static_argnums=-1, static_argnames="any")
+    assert jitted(ones(2), 1, Config()).tolist() == [6.0] * 2
+    assert dtorch.jit(f, static_argnums=7)(ones(2)).tolist() == [1.0] * 2
+    assert dtorch.jit(torch.add, static_argnums=1)(ones(2), 1).tolist() == [2.0] * 2
+    donating = dtorch.jit(lambda *a: a[-1] + 1, donate_argnums=-1)
+    kept, given = ones(2), ones(2)
+    donating(kept, given)
+    assert kept.tolist() == [1.0] * 2
+    with pytest.raises(DonatedError, match="was donated"):
+        given.sum().item()
 
 
 def test_donation() -> None:
@@ -425,6 +474,30 @@ def test_argnums_has_aux_and_keywords() -> None:
     assert not value.requires_grad
 
 
+def test_argnums_are_checked() -> None:
+    def f(a: Any, b: Any) -> Any:
+        return (a * a * b).sum()
+
+    for wrap in (lambda g: g, dtorch.jit):
+        assert wrap(dtorch.grad(f, argnums=-1))(ones(2), ones(2)).tolist() == [1.0] * 2
+        found = wrap(dtorch.grad(f, argnums=(-2, 1)))(ones(2), ones(2))
+        assert [g.tolist() for g in found] == [[2.0] * 2, [1.0] * 2]
+        for argnums in (2, -3, (0, 2)):
+            with pytest.raises(TypeError, match="the call has 2 positional arguments"):
+                wrap(dtorch.grad(f, argnums=argnums))(ones(2), ones(2))
+        with pytest.raises(TypeError, match="the call has 1 positional argument\\."):
+            wrap(dtorch.grad(f, argnums=1))(ones(2), b=ones(2))
+        with pytest.raises(ValueError, match="names an argument twice"):
+            wrap(dtorch.grad(f, argnums=(0, -2)))(ones(2), ones(2))
+        with pytest.raises(TypeError, match=r"leaf at args\[1\] is a 3"):
+            wrap(dtorch.grad(f, argnums=(0, -1)))(ones(2), 3)
+    for transform in (dtorch.grad, dtorch.value_and_grad):
+        with pytest.raises(ValueError, match="names an argument twice"):
+            transform(f, argnums=(0, 0))
+        with pytest.raises(TypeError, match="argnums must be"):
+            transform(f, argnums=(0.0,))  # type: ignore[arg-type]
+
+
 def test_an_unused_argument_has_a_zero_gradient() -> None:
     f = dtorch.grad(lambda p: (p["a"] * 2).sum())
     for g in (f, dtorch.jit(f)):
@@ -446,7 +519,7 @@ def test_what_has_no_gradient_is_a_type_error(leaf: Any, shown: str) -> None:
         leaf = place(leaf)
     f = dtorch.grad(lambda p: p["a"].sum())
     for g in (f, dtorch.jit(f)):
-        with pytest.raises(TypeError, match=rf"leaf at \[0\]\['b'\] is a {shown}(.|\n)*Fix: "):
+        with pytest.raises(TypeError, match=rf"leaf at args\[0\]\['b'\] is a {shown}(.|\n)*Fix: "):
             g({"a": ones(3), "b": leaf})
 
 

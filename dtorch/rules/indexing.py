@@ -10,9 +10,12 @@ from __future__ import annotations
 import torch
 
 from ..lowering import LocalContext
-from .sharding import Dims, OpCall, Sharding, dim_names, rule
+from .sharding import Dims, OpCall, Sharding, dim_names, notation, rule
 
 aten = torch.ops.aten
+
+
+notation("... -> ... c!", aten.one_hot)
 
 
 @rule(aten.embedding)

@@ -1,6 +1,10 @@
 """Matrix products: linear, matmul and its relatives, in one line each.
 
 `matmul` itself needs code because its arguments may have one dim (a vector) or many.
+
+Splitting the contracted dim gives a `Partial` result, but a `Partial` argument is reduced first,
+although products are linear: with inf or zeros in the other argument, the parts' products would
+cancel to nan where the whole has a value.
 """
 
 from __future__ import annotations
@@ -14,21 +18,19 @@ from ..ops import fold_mm
 from .sharding import Dims, OpCall, Sharding, notation, parse, rule
 
 aten = torch.ops.aten
-_EACH = (frozenset({0}), frozenset({1}))
-_AFTER_ADDEND = (frozenset({1}), frozenset({2}))
 
-notation("m k, k n -> m n", aten.mm, linear=_EACH)
-notation("b m k, b k n -> b m n", aten.bmm, linear=_EACH)
-notation("m k, k -> m", aten.mv, linear=_EACH)
-notation("k, k -> ", aten.dot, aten.vdot, linear=_EACH)
-notation("m, n -> m n", aten.outer, linear=_EACH)
+notation("m k, k n -> m n", aten.mm)
+notation("b m k, b k n -> b m n", aten.bmm)
+notation("m k, k -> m", aten.mv)
+notation("k, k -> ", aten.dot, aten.vdot)
+notation("m, n -> m n", aten.outer)
 
 
 @rule(aten.linear)
 def linear(call: OpCall) -> Sharding:
     """``... k, n k, +n -> ... n``; a weight of one dim is a row that gives no n."""
     row = call.tensors[1].ndim == 1
-    return parse("... k, k, + -> ..." if row else "... k, n k, +n -> ... n", call, linear=_EACH)
+    return parse("... k, k, + -> ..." if row else "... k, n k, +n -> ... n", call)
 
 
 @rule(aten.matmul)
@@ -40,7 +42,7 @@ def matmul(call: OpCall) -> Sharding:
     right = _with_batch(("k",) if b == 1 else ("k", "n"), call, 1, batch)
     result = tuple(f"b{i}" for i in range(max(batch, 0)))
     result += (("m",) if a > 1 else ()) + (("n",) if b > 1 else ())
-    return Sharding((left, right), (result,), reduce={"k": "sum"}, linear=_EACH)
+    return Sharding((left, right), (result,), reduce={"k": "sum"})
 
 
 def _with_batch(matrix: Dims, call: OpCall, index: int, batch: int) -> Dims:
@@ -85,7 +87,6 @@ def _with_addend(call: OpCall, left: Dims, right: Dims, result: Dims) -> Shardin
         (result,),
         reduce={"k": "sum"},
         additive=frozenset({0}),
-        linear=_AFTER_ADDEND,
     )
 
 
@@ -102,4 +103,4 @@ def _fold_locally(context: LocalContext) -> None:
     context.emit(aten.mm.default, left, flat[1], outputs=context.outputs)
 
 
-notation("... m, ... k -> m k", fold_mm, linear=_EACH, localize=_fold_locally)
+notation("... m, ... k -> m k", fold_mm, localize=_fold_locally)

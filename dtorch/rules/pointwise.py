@@ -1,21 +1,28 @@
 """Pointwise operations of every arity: names by broadcasting, from PyTorch's own tag.
 
 Every operation that PyTorch tags as pointwise follows one rule. The tables below add what the
-tag does not say: in which arguments an operation is linear (so that `Partial` passes through),
-and which are monotone, so that they commute with max and min.
+tag does not say: through which operations `Partial` passes.
+
+A sum passes through what adds or only moves and negates values of one dtype: add and sub of two
+partial values, neg, copies, real and imag. It does not pass through what scales them, although
+that is linear: ``p / 0`` is inf where the parts 3 and -2 of ``p = 1`` give inf - inf. Nor does it
+pass through a change of dtype, which rounds the sum and each part differently. A max or min
+passes through what is monotone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from ..spec import Spec
 from .sharding import ANY_REDUCTION, LINEAR, OpCall, Sharding, broadcast_names, rule
 
 aten = torch.ops.aten
 
-_LINEAR_TOGETHER = {aten.add: (0, 1), aten.sub: (0, 1), aten.rsub: (0, 1)}
-_LINEAR_IN_EACH = {aten.mul: (0, 1), aten.div: (0,), aten.neg: (0,)}
-_LINEAR_UNARY = {aten.real, aten.imag, aten.deg2rad, aten.rad2deg, aten._conj, aten._neg_view}
+_LINEAR_TOGETHER = {aten.add, aten.sub, aten.rsub}
+_LINEAR_UNARY = {aten.neg, aten.real, aten.imag, aten._conj, aten._neg_view}
 _SAME_VALUE = {
     aten.clone,
     aten.positive,
@@ -25,7 +32,7 @@ _SAME_VALUE = {
     aten.resolve_conj,
     aten.resolve_neg,
 }
-_MONOTONE = {aten.relu, aten.exp, aten.floor, aten.ceil, aten.sigmoid, aten.tanh, aten.sign}
+_MONOTONE = {aten.relu, aten.exp, aten.floor, aten.ceil, aten.sigmoid, aten.tanh}
 _ALSO_POINTWISE = {
     aten._to_copy,
     aten.copy,
@@ -58,34 +65,33 @@ def pointwise(call: OpCall) -> Sharding:
 
 def _partial_sets(call: OpCall) -> tuple[tuple[frozenset[int], ...], tuple[str, ...]]:
     packet, count = call.op.overloadpacket, len(call.tensors)
-    if packet in _SAME_VALUE:
+    dtype = call.results[0].dtype
+    if packet in _SAME_VALUE or (packet is aten._to_copy and _have_dtype(call.tensors, dtype)):
         return (frozenset({0}),), ANY_REDUCTION
-    if not call.results[0].dtype.is_floating_point and not call.results[0].dtype.is_complex:
-        if packet in _LINEAR_TOGETHER and count == 2 and _keeps_dtype(call):
-            return (frozenset({0, 1}),), ("sum",)
-        return (), ()
-    if packet in _LINEAR_TOGETHER:
-        return ((frozenset({0, 1}),), LINEAR) if count == 2 else ((), ())
-    if packet in _LINEAR_IN_EACH:
-        if call.arguments.get("rounding_mode") is not None:
-            return (), ()
-        return tuple(frozenset({i}) for i in _LINEAR_IN_EACH[packet] if i < count), LINEAR
-    if packet is aten._to_copy:
-        return ((frozenset({0}),), ANY_REDUCTION) if _widens(call) else ((), ())
-    if packet is aten.where and count == 3:
-        return (frozenset({1, 2}),), LINEAR
+    if packet in _LINEAR_TOGETHER and count == 2 and _adds(call):
+        return (frozenset({0, 1}),), _linear_ops(dtype)
+    if packet is aten.where and count == 3 and _have_dtype(call.tensors[1:], dtype):
+        return (frozenset({1, 2}),), _linear_ops(dtype)
     if packet in _LINEAR_UNARY:
-        return (frozenset({0}),), LINEAR
-    if packet in _MONOTONE:
+        return (frozenset({0}),), _linear_ops(dtype)
+    if packet in _MONOTONE and _have_dtype(call.tensors, dtype):
         return (frozenset({0}),), ("max", "min")
     return (), ()
 
 
-def _keeps_dtype(call: OpCall) -> bool:
-    dtype = call.results[0].dtype
-    return dtype != torch.bool and all(t.dtype == dtype for t in call.tensors)
+def _adds(call: OpCall) -> bool:
+    # A float is that of the call being traced: another one, such as inf, may run the program.
+    alpha = call.arguments.get("alpha", 1)
+    return (
+        type(alpha) is int and alpha in (1, -1) and _have_dtype(call.tensors, call.results[0].dtype)
+    )
 
 
-def _widens(call: OpCall) -> bool:
-    before, after = call.tensors[0].dtype, call.results[0].dtype
-    return before.is_floating_point and torch.promote_types(before, after) == after
+def _have_dtype(tensors: Sequence[Spec], dtype: torch.dtype) -> bool:
+    return all(t.dtype == dtype for t in tensors)
+
+
+def _linear_ops(dtype: torch.dtype) -> tuple[str, ...]:
+    if dtype == torch.bool:
+        return ()
+    return LINEAR if dtype.is_floating_point or dtype.is_complex else ("sum",)

@@ -113,6 +113,13 @@ def _dims(call: OpCall) -> tuple[int, ...]:
     if given is None or (isinstance(given, Sequence) and not given):
         return tuple(range(ndim))
     dims = given if isinstance(given, Sequence) else (given,)
+    bound = max(ndim, 1)
+    for d in dims:
+        if not -bound <= d < bound:  # some meta kernels do not look
+            raise IndexError(
+                f"{call.op}: Dimension out of range (expected to be in range of "
+                f"[{-bound}, {bound - 1}], but got {d})"
+            )
     return tuple(d % ndim for d in dims) if ndim else ()
 
 

@@ -33,7 +33,7 @@ def select_scatter(call: OpCall) -> Sharding:
     names = dim_names(call.tensors[0].shape)
     at = call["dim"] % len(names)
     part = (*names[:at], *names[at + 1 :])
-    return Sharding((names, part), (names,), whole=_only(names[at]), linear=_TOGETHER)
+    return Sharding((names, part), (names,), whole=_only(names[at]), linear=_together(call))
 
 
 @rule(aten.slice_scatter)
@@ -42,7 +42,7 @@ def slice_scatter(call: OpCall) -> Sharding:
     names = dim_names(call.tensors[0].shape)
     at = call["dim"] % len(names)
     part = (*names[:at], None, *names[at + 1 :])
-    return Sharding((names, part), (names,), whole=_only(names[at]), linear=_TOGETHER)
+    return Sharding((names, part), (names,), whole=_only(names[at]), linear=_together(call))
 
 
 @rule(aten.scatter, aten.scatter_add, aten.scatter_reduce)
@@ -84,7 +84,9 @@ def index_put(call: OpCall) -> Sharding:
     return Sharding((names, *dropped, values), (names,), whole=whole)
 
 
-_TOGETHER = (frozenset({0, 1}),)
+def _together(call: OpCall) -> tuple[frozenset[int], ...]:
+    alike = call.tensors[0].dtype == call.tensors[1].dtype
+    return (frozenset({0, 1}),) if alike else ()
 
 
 def _only(name: str | None) -> frozenset[str]:

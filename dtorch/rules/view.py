@@ -232,7 +232,7 @@ def cat(call: OpCall) -> Sharding:
     ndim = len(call.results[0].shape)
     names = dim_names(call.results[0].shape)
     inputs = tuple(names if t.ndim == ndim else (None,) * t.ndim for t in call.tensors)
-    together = (frozenset(range(len(inputs))),)
+    together = _together(call)
     whole = _only(names[call["dim"]])
     return Sharding(inputs, (names,), whole=whole, linear=together, partial_ops=ANY_REDUCTION)
 
@@ -242,13 +242,18 @@ def stack(call: OpCall) -> Sharding:
     """Tensors joined along a new dim."""
     names = dim_names(call.tensors[0].shape)
     at = call["dim"] % (len(names) + 1)
-    together = (frozenset(range(len(call.tensors))),)
     return Sharding(
         (names,) * len(call.tensors),
         ((*names[:at], None, *names[at:]),),
-        linear=together,
+        linear=_together(call),
         partial_ops=ANY_REDUCTION,
     )
+
+
+def _together(call: OpCall) -> tuple[frozenset[int], ...]:
+    """All arguments may be partial together, unless one is converted to a wider dtype."""
+    alike = all(t.dtype == call.results[0].dtype for t in call.tensors)
+    return (frozenset(range(len(call.tensors))),) if alike else ()
 
 
 @rule(aten.repeat)

@@ -192,6 +192,7 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
     positions = [(i, fill) for _, i, fill in holes]
     op, outputs, frees, draws = call.op._op, call.outputs, call.frees, call.draws
     single = len(outputs) == 1 and not _returns_list(call.op)
+    nested = len(call.op._schema.returns) > 1 and _returns_lists(call.op)
     device = call.mesh.torch_device(index)
     reads = tuple(s for s in collect_slots((args, list(kwargs.values()))))
     results = tuple(s for s in outputs if s is not None)
@@ -221,6 +222,8 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
                 slots[draws[1]] = generator.get_state()
             else:
                 out = op(*values, **named_values)
+            if nested:
+                out = [tensor for item in out for tensor in item]
             if single:
                 if outputs[0] is not None:
                     slots[outputs[0]] = out
@@ -245,6 +248,10 @@ def _free(slots: list[Any], frees: tuple[int, ...]) -> None:
 def _returns_list(op: torch._ops.OpOverload) -> bool:
     returns = op._schema.returns
     return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
+
+
+def _returns_lists(op: torch._ops.OpOverload) -> bool:
+    return all(isinstance(r.type, torch.ListType) for r in op._schema.returns)
 
 
 def _resolve(value: Any, index: int) -> Any:

@@ -6,6 +6,9 @@ import torch.nn.functional as F
 from layouts import AVG, PAIR, SUM, R, S, case, spread, sweep, values
 
 import dtorch
+from dtorch.runtime.future import Handle
+from dtorch.spec import Spec
+from dtorch.tensor import Tensor
 
 BF16 = torch.bfloat16
 I64 = torch.int64
@@ -77,12 +80,21 @@ def test_data_parallel_does_not_communicate():
     assert _placed(F.linear, ((5, 4), S(0)), ((6, 4), R), ((6,), R)) == (S(0), 0)
 
 
-def test_partial_passes_through_a_product_in_one_argument():
-    assert _placed(torch.mm, ((5, 4), SUM), ((4, 3), R)) == (SUM, 0)
-    assert _placed(torch.mm, ((5, 4), R), ((4, 3), AVG)) == (AVG, 0)
-    assert _placed(F.linear, ((5, 4), SUM), ((3, 4), R), ((3,), R)) == (SUM, 0)
+def test_partial_is_reduced_before_a_product():
+    assert _placed(torch.mm, ((5, 4), SUM), ((4, 3), R)) == (R, 1)
+    assert _placed(torch.mm, ((5, 4), R), ((4, 3), AVG)) == (R, 1)
+    assert _placed(torch.mm, ((5, 4), SUM), ((4, 3), SUM)) == (R, 2)
+    assert _placed(F.linear, ((5, 4), SUM), ((3, 4), R), ((3,), R)) == (R, 1)
 
 
-def test_partial_in_both_arguments_is_reduced_once():
-    placement, count = _placed(torch.mm, ((5, 4), SUM), ((4, 3), SUM))
-    assert (placement, count) == (SUM, 1)
+def test_a_partial_argument_meets_inf_as_a_whole():
+    """The parts 3 and -2 of a one, times inf, would cancel to nan."""
+    one, whole = torch.ones(1, 1), torch.full((1, 1), float("inf"))
+    spec = Spec.of((1, 1), torch.float32, PAIR, (SUM,))
+    p = Tensor._of(spec, (Handle(3 * one), Handle(-2 * one)))
+    for product in (torch.mm, torch.matmul, F.linear, torch.ops.dtorch.fold_mm):
+        assert product(p, whole).tolist() == product(whole, p).tolist() == [[float("inf")]]
+    assert torch.bmm(p[None], whole[None]).tolist() == [[[float("inf")]]]
+    assert torch.mv(p, whole[0]).tolist() == torch.outer(p[0], whole[0])[0].tolist()
+    assert torch.dot(p[0], whole[0]).item() == float("inf")
+    assert torch.addmm(one, p, whole).tolist() == [[float("inf")]]

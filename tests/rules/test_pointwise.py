@@ -6,6 +6,9 @@ import torch.nn.functional as F
 from layouts import AVG, MAX, PAIR, SUM, R, S, case, spread, sweep, values
 
 import dtorch
+from dtorch.runtime.future import Handle
+from dtorch.spec import Spec
+from dtorch.tensor import Tensor
 
 BF16 = torch.bfloat16
 I64 = torch.int64
@@ -141,23 +144,90 @@ def test_sharded_operands_keep_their_layout_without_communication():
 @pytest.mark.parametrize(
     ("function", "before", "after"),
     [
-        (lambda x: x * 2.0, SUM, SUM),
+        (lambda x: x * 2.0, SUM, R),
+        (torch.deg2rad, SUM, R),
         (lambda x: -x, SUM, SUM),
         (lambda x: x + x, SUM, SUM),
+        (lambda x: x - x, AVG, AVG),
         (lambda x: x + 1.0, SUM, R),
         (torch.relu, SUM, R),
         (torch.relu, MAX, MAX),
         (torch.neg, MAX, R),
         (lambda x: x * -1.0, MAX, R),
         (torch.clone, AVG, AVG),
-        (lambda x: x / 2, AVG, AVG),
-        (lambda x: x.double(), MAX, MAX),
+        (lambda x: x / 2, AVG, R),
+        (lambda x: x + 2 * x, SUM, R),
+        (lambda x: torch.sub(x, x, alpha=2), SUM, R),
+        (lambda x: x.to(torch.float32, copy=True), MAX, MAX),
+        (lambda x: x.double(), SUM, R),
+        (lambda x: x.double(), MAX, R),
         (lambda x: x.bfloat16(), SUM, R),
     ],
 )
 def test_partial_passes_only_where_the_operation_commutes(function, before, after):
     program = dtorch.jit(function).program(spread(values((4, 2)), PAIR, [before]))
     assert program.specs[program.outputs[0]].placements == (after,)
+
+
+def _parts(first, second, dtype=torch.float32):
+    """A partial sum of two given parts."""
+    parts = [torch.tensor(p, dtype=dtype) for p in (first, second)]
+    spec = Spec.of(parts[0].shape, dtype, PAIR, (SUM,))
+    return Tensor._of(spec, tuple(Handle(p) for p in parts))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda p: p / 0,
+        lambda p: p * float("inf"),
+        lambda p: p * torch.tensor(float("inf")),
+        lambda p: torch.add(p, p, alpha=float("inf")),
+        lambda p: p * 3e38,
+        lambda p: torch.sign(p * float("inf")),
+    ],
+)
+def test_what_scales_a_partial_value_scales_the_whole(function):
+    p = _parts([3.0, -2.0], [-2.0, 3.0])
+    for alpha in (1, 1.0):  # the same call with another alpha may run the same program
+        torch.add(p, p, alpha=alpha)
+    assert torch.equal(function(p).to_torch(), function(torch.ones(2)))
+
+
+@pytest.mark.parametrize(
+    "function", [lambda p: p / 4, lambda p: p / 3, torch.deg2rad, lambda p: torch.true_divide(p, 7)]
+)
+def test_integer_parts_are_reduced_before_they_become_floats(function):
+    """Each part alone is too large for a float32 to hold."""
+    first, second = [2**24 + 1, 2**30 + 1], [-(2**24), -(2**30)]
+    p = _parts(first, second, I64)
+    assert torch.equal(function(p).to_torch(), function(torch.ones(2, dtype=I64)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda p: p.float(),
+        lambda p: p.double(),
+        lambda p: p + torch.zeros(1),
+        lambda p: torch.cat([p, torch.zeros(1)]),
+        lambda p: torch.where(torch.tensor([True]), p, torch.zeros(1)),
+    ],
+)
+def test_a_wider_dtype_does_not_see_more_than_the_value(function):
+    """256 and 1 are the parts of a value that bfloat16 rounds to 256."""
+    p = _parts([256.0], [1.0], BF16)
+    assert p.tolist() == [256.0]
+    assert torch.equal(function(p).to_torch(), function(torch.tensor([256.0], dtype=BF16)))
+
+
+def test_operands_of_two_dtypes_are_not_partial_together():
+    narrow, wide = _parts([256.0], [1.0], BF16), _parts([1.0], [2.0])
+    assert (narrow + wide).tolist() == [259.0]
+    assert (narrow - wide).tolist() == [253.0]
+    assert torch.cat([narrow, wide]).tolist() == [256.0, 3.0]
+    assert torch.stack([narrow, wide]).tolist() == [[256.0], [3.0]]
+    assert torch.where(torch.tensor([True]), narrow, wide).tolist() == [256.0]
 
 
 def test_the_smaller_operand_moves():

@@ -1,0 +1,197 @@
+"""Gradients where autograd needs help: index assignment, autocast, hidden mutation, jit."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import dtorch
+from dtorch import Replicate, Shard
+from dtorch.errors import MutationError, TraceError, WorkerError
+
+F = torch.nn.functional
+PAIR = dtorch.DeviceMesh("cpu", [0, 1])
+INDICES: list[Any] = [
+    1,
+    slice(1, 3),
+    (slice(None), 1),
+    torch.tensor([0, 2]),
+    (Ellipsis, 0),
+    torch.tensor([True, False, True, False]),
+    (None, 1),
+]
+VALUES: list[Any] = [0, torch.tensor(3.0), torch.ones(1, 1)]
+
+
+def plain(value: Any) -> Any:
+    return value.detach().to_torch() if isinstance(value, dtorch.Tensor) else value
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("index", INDICES, ids=str)
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_index_assignment_to_a_tracked_tensor(placement: Any, index: Any, value: Any) -> None:
+    def run(place: Any) -> list[Any]:
+        x = place(torch.arange(12.0).reshape(4, 3) + 1, placement).requires_grad_()
+        v = value
+        if isinstance(value, torch.Tensor):
+            v = place(value, Replicate()).requires_grad_()
+        y = x * 2
+        y[index] = v
+        (y * y).sum().backward()
+        return [plain(t) for t in (y.detach(), x.grad, getattr(v, "grad", None))]
+
+    expected = run(lambda t, _: t.clone())
+    found = run(lambda t, p: dtorch.Tensor(t, device_mesh=PAIR, placements=[p]))
+    for a, b in zip(expected, found, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_index_assignment_to_a_leaf_is_refused_as_in_torch() -> None:
+    x = dtorch.ones(2).requires_grad_()
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        x[0] = 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_linear_trains_under_autocast(size: int) -> None:
+    mesh = dtorch.DeviceMesh("cpu", list(range(size)))
+    x, w = torch.randn(6, 4), torch.randn(3, 4)
+
+    def grad(x: Any, w: Any) -> Any:
+        w = w.requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.linear(x, w) @ torch.ones(3, 2)
+        y.float().square().sum().backward()
+        return w.grad
+
+    expected = grad(x, w.clone())
+    mine = dtorch.Tensor(x, device_mesh=mesh, placements=[Shard(0)])
+    found = grad(mine, dtorch.Tensor(w, device_mesh=mesh))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.to_torch(), expected, rtol=0.02, atol=0.02)
+    assert size > 1 or torch.equal(found.to_torch(), expected)
+
+
+def test_a_module_trains_under_autocast_in_jit() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    x = torch.randn(2, 4)
+
+    def loss(params: Any, x: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.func.functional_call(module, params, (x,))
+        return y.float().square().mean()
+
+    named = dict(module.named_parameters())
+    expected = torch.autograd.grad(loss(named, x), list(named.values()))
+    mine = {k: dtorch.Tensor(v).requires_grad_() for k, v in named.items()}
+    found = torch.autograd.grad(dtorch.jit(loss)(mine, x), list(mine.values()))
+    assert all(torch.equal(f.to_torch(), e) for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_batch_norm_updates_its_statistics_once(size: int) -> None:
+    mesh = dtorch.DeviceMesh("cpu", list(range(size)))
+    x = torch.randn(6, 2)
+    reference = torch.nn.BatchNorm1d(2)
+    mine = copy.deepcopy(reference)
+    for name, value in list(mine.named_parameters()):
+        parameter = torch.nn.Parameter(dtorch.Tensor(value, device_mesh=mesh))
+        setattr(mine, name, parameter)
+    for name, value in list(mine.named_buffers()):
+        setattr(mine, name, dtorch.Tensor(value, device_mesh=mesh))
+    for _ in range(2):
+        expected, found = reference(x), mine(dtorch.Tensor(x, device_mesh=mesh))
+        expected.square().sum().backward()
+        found.square().sum().backward()
+    torch.testing.assert_close(plain(found), expected.detach())
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(plain(getattr(mine, name)), getattr(reference, name))
+    torch.testing.assert_close(plain(mine.weight.grad), reference.weight.grad)
+
+
+def test_batch_norm_does_not_lose_the_statistics_of_the_caller() -> None:
+    with pytest.raises(MutationError, match="which dtorch has only a copy of"):
+        F.batch_norm(dtorch.ones(6, 2), torch.zeros(2), torch.ones(2), training=True)
+
+
+def test_the_gradient_of_a_jitted_call_is_not_silently_constant() -> None:
+    cube = dtorch.jit(lambda x: (x**3).sum())
+    x = dtorch.Tensor(torch.tensor([1.0, 2.0]), requires_grad=True)
+    with pytest.raises(TraceError, match="cannot be differentiated again"):
+        torch.autograd.grad(cube(x) + (x**4).sum(), x, create_graph=True)
+    second = dtorch.jit(dtorch.grad(lambda x: dtorch.grad(lambda y: (y**3).sum())(x).sum()))
+    assert second(x.detach()).tolist() == [6.0, 12.0]
+
+
+def test_a_changed_argument_does_not_lose_its_graph() -> None:
+    def change(x: Any, b: Any) -> Any:
+        b.add_(x * x)
+        return (b * x).sum()
+
+    x = dtorch.ones(2).requires_grad_()
+    with pytest.raises(TraceError, match="and does not return it"):
+        dtorch.jit(change)(x, dtorch.zeros(2))
+
+
+def test_backward_inside_jit_is_refused_where_its_result_would_be_lost() -> None:
+    x = dtorch.ones(2).requires_grad_()
+    with pytest.raises(TraceError, match=r"whose \.grad it cannot set"):
+        dtorch.jit(lambda x: (x * x).sum().backward())(x)
+
+    def inner(x: Any) -> Any:
+        y = x.detach().requires_grad_()
+        (y * y).sum().backward()
+        return y.grad
+
+    assert dtorch.jit(inner)(dtorch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_data_cannot_be_set_inside_jit() -> None:
+    def set_data(x: Any) -> Any:
+        x = x.clone()
+        x.data = x * 2
+        return x
+
+    with pytest.raises(TraceError, match=r"x\.data = \.\.\. cannot be traced"):
+        dtorch.jit(set_data)(dtorch.ones(2))
+
+
+def test_a_write_through_another_dtype_keeps_the_base() -> None:
+    def magnitude(x: Any) -> Any:
+        x = x.clone()
+        x.view(torch.int32).bitwise_and_(0x7FFFFFFF)
+        return x
+
+    assert dtorch.jit(magnitude)(dtorch.Tensor(torch.tensor([-1.0, 2.0]))).tolist() == [1.0, 2.0]
+
+
+def test_one_hot_checks_its_classes() -> None:
+    ids = dtorch.Tensor(torch.tensor([1, 3, 0]), device_mesh=PAIR, placements=[Shard(0)])
+    found = F.one_hot(ids, 5)
+    assert found.placements == [Shard(0)]
+    assert torch.equal(found.to_torch(), F.one_hot(torch.tensor([1, 3, 0]), 5))
+    assert torch.equal(F.one_hot(ids).to_torch(), F.one_hot(torch.tensor([1, 3, 0])))
+    with pytest.raises(WorkerError, match="Class values must be smaller than num_classes"):
+        F.one_hot(dtorch.Tensor(torch.tensor([7])), 5).to_torch()
+
+
+def test_linalg_checks_run() -> None:
+    a = torch.rand(3, 3) + 3 * torch.eye(3)
+    mine = dtorch.Tensor(a).requires_grad_()
+    inverse = torch.linalg.inv(mine)
+    assert torch.equal(inverse.detach().to_torch(), torch.linalg.inv(a))
+    inverse.sum().backward()
+    with pytest.raises(torch.linalg.LinAlgError, match="singular"):
+        torch.linalg.inv(dtorch.zeros(3, 3))
+
+
+def test_fused_optimizers_step() -> None:
+    start = torch.rand(3)
+    mine, reference = torch.nn.Parameter(dtorch.Tensor(start)), torch.nn.Parameter(start.clone())
+    for parameter in (mine, reference):
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+        (parameter * parameter).sum().backward()
+        optimizer.step()
+    assert torch.equal(plain(mine.detach()), reference.detach())
