@@ -67,6 +67,17 @@ _DIRECT = {
     torch.autograd.grad,
     torch.autograd.backward,
 }
+# Called unbound, these would reach for memory that a distributed tensor does not have.
+_OWN = {
+    torch.Tensor.apply_,
+    torch.Tensor.map_,
+    torch.Tensor.map2_,
+    torch.Tensor.data_ptr,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.__dlpack__,
+    torch.Tensor.__dlpack_device__,
+}
 _DATA_SETTER = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 _BUILTIN = (
     types.BuiltinFunctionType,
@@ -89,6 +100,8 @@ def call_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if func == _DATA_SETTER:
             return _set_data(*args)
         return _directly(func, args, kwargs)
+    if func in _OWN:
+        return getattr(args[0], func.__name__)(*args[1:], **kwargs)
     leaves, treespec = flatten((args, kwargs))
     if torch.is_grad_enabled() and any(
         isinstance(a, torch.Tensor) and a.requires_grad for a in leaves

@@ -577,3 +577,13 @@ def test_meta_tensors_are_made_for_their_shapes() -> None:
 def test_what_is_wrong_with_the_call_raises_at_the_call(call: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+def test_unbound_methods_that_want_memory_are_the_tensors_own() -> None:
+    x = dtorch.ones(2)
+    with pytest.raises(TypeError, match="apply_"):
+        torch.Tensor.apply_(x, lambda v: v)
+    with pytest.raises(RuntimeError, match="data_ptr"):
+        torch.Tensor.data_ptr(x)
+    assert torch.Tensor.tolist(x) == [1.0, 1.0]
+    assert torch.Tensor.numpy(x).tolist() == [1.0, 1.0]
