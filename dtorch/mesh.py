@@ -328,3 +328,7 @@ def _check_available(device_type: str, flat: Sequence[int]) -> None:
             f"device id {max(flat)} is not one of the {count} {device_type!r} devices here. "
             f"Set {VIRTUAL_DEVICES_VARIABLE}={max(flat) + 1} to map several to one device."
         )
+
+
+# So that `torch.load` reads meshes without weights_only=False.
+torch.serialization.add_safe_globals([DeviceMesh, Stage, _rebuild])

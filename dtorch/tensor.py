@@ -18,7 +18,7 @@ from . import printing
 from .errors import DonatedError, PlacementError
 from .mesh import DeviceMesh
 from .parts import Handles, assembled, dense_stride, indices_to_fetch, place_parts, placed_parts
-from .placement import Placement, Placements, Replicate, normalized
+from .placement import Partial, Placement, Placements, Replicate, Shard, normalized
 from .runtime import TensorFuture
 from .runtime.future import Failure, Handle, values_of, wait_all
 from .runtime.worker import check_not_on_worker
@@ -260,7 +260,7 @@ class Tensor(torch.Tensor):
     # -- fetching --------------------------------------------------------------------------
 
     def to_torch(self) -> torch.Tensor:
-        """Returns the global value as a new torch tensor on the mesh's first device.
+        """Returns the global value, detached, as a new torch tensor on the mesh's first device.
 
         Communication: the shards are copied to the caller; a replicated value once.
 
@@ -539,3 +539,7 @@ def _without_device(
     if args and isinstance(args[0], (str, torch.device)):
         return args[1:], args[0]
     return args, kwargs.pop("device", None)
+
+
+# So that `torch.load` reads tensors without weights_only=False.
+torch.serialization.add_safe_globals([Shard, Replicate, Partial, _rebuild])

@@ -641,3 +641,17 @@ def test_a_donated_tensor_raises() -> None:
         x.to_torch()
     with pytest.raises(DonatedError, match=expected):
         (x + 1).to_torch()
+
+
+def test_torch_load_trusts_tensors_and_their_layouts() -> None:
+    mesh = dtorch.DeviceMesh("cpu", [[0, 1]], ("dp", "tp"))
+    x = dtorch.rand(4, 3, device_mesh=mesh, placements=[Replicate(), Shard(0)])
+    stage = dtorch.ones(2, device_mesh=mesh.unbind("dp")[0])
+    file = io.BytesIO()
+    torch.save({"x": x, "parameter": torch.nn.Parameter(x), "stage": stage}, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert torch.equal(loaded["x"].to_torch(), x.to_torch())
+    assert loaded["x"].placements == x.placements
+    assert isinstance(loaded["parameter"], torch.nn.Parameter)
+    assert loaded["stage"].device_mesh.stage == stage.device_mesh.stage
