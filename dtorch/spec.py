@@ -118,11 +118,6 @@ class Spec:
         return max(math.prod(shape) for shape in self.local_shapes) * self.dtype.itemsize
 
     @functools.cached_property
-    def is_even(self) -> bool:
-        """Whether every device holds a part of the same shape."""
-        return all(shape == self.local_shapes[0] for shape in self.local_shapes)
-
-    @functools.cached_property
     def is_replicated(self) -> bool:
         """Whether every device holds the whole value."""
         return all(p.is_replicate() for p in self.placements)

@@ -81,7 +81,6 @@ def test_uneven_and_empty_shards():
     spec = Spec.of((5,), torch.float32, DeviceMesh("cpu", [0, 1, 2, 3]), (S(0),))
     assert spec.local_shapes == ((2,), (2,), (1,), (0,))
     assert spec.num_local_bytes == 8
-    assert not spec.is_even
     assert Spec.of((), torch.float32, PAIR, (R,)).local_shapes == ((), ())
 
 
@@ -96,7 +95,6 @@ def test_questions():
     assert (spec.ndim, spec.numel, spec.num_bytes, spec.num_local_bytes) == (2, 24, 96, 32)
     assert spec.partial_axes == (0,)
     assert not spec.is_replicated
-    assert spec.is_even
     assert spec.replicated().is_replicated
 
 

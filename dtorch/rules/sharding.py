@@ -18,7 +18,6 @@ The idea of naming dims is that of OpenXLA Shardy's op sharding rules.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -272,8 +271,3 @@ def replicated(call: OpCall) -> Sharding:
         tuple((None,) * t.ndim for t in call.tensors),
         tuple((None,) * len(m.shape) for m in call.results),
     )
-
-
-def num_elements(shape: Sequence[int]) -> int:
-    """Returns the number of elements of a shape."""
-    return math.prod(shape)

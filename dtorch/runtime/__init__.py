@@ -7,7 +7,7 @@ submission and stores the results into handles.
 from .collectives import Exchange
 from .executor import Call, Executable
 from .future import Failure, Handle, TensorFuture
-from .worker import on_worker_thread, submit, synchronize
+from .worker import submit, synchronize
 
 __all__ = [
     "Call",
@@ -16,7 +16,6 @@ __all__ = [
     "Failure",
     "Handle",
     "TensorFuture",
-    "on_worker_thread",
     "submit",
     "synchronize",
 ]

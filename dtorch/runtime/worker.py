@@ -137,11 +137,6 @@ _on_worker = _OnWorker()
 _pool = _Pool()
 
 
-def on_worker_thread() -> bool:
-    """Returns whether the calling thread is a worker."""
-    return _on_worker.active
-
-
 def check_not_on_worker(what: str) -> None:
     """Raises if the calling thread is a worker, which must never wait for itself."""
     if _on_worker.active:
