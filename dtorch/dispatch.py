@@ -103,11 +103,15 @@ def call_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if func in _OWN:
         return getattr(args[0], func.__name__)(*args[1:], **kwargs)
     leaves, treespec = flatten((args, kwargs))
-    if torch.is_grad_enabled() and any(
-        isinstance(a, torch.Tensor) and a.requires_grad for a in leaves
-    ):
+    if torch.is_grad_enabled() and _any_requires_grad(leaves):
         return _with_autograd(func, args, kwargs)
     return _run_eagerly(func, leaves, treespec)
+
+
+def _any_requires_grad(leaves: list[Any]) -> bool:
+    # Reading the attribute of a subclass would come back here as a call of its own.
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(isinstance(a, torch.Tensor) and a.requires_grad for a in leaves)
 
 
 def call_operation(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
