@@ -2,6 +2,8 @@
 
 A jitted call whose arguments require grad is one autograd node: its backward is a second program,
 traced together with the first.
+
+It is over 500 lines for the checks of `jit`'s options, which name the function's parameters.
 """
 
 from __future__ import annotations
@@ -36,11 +38,7 @@ from .trace import Source, Tracer
 from .tree import argument_path, flatten, unflatten
 
 _P = ParamSpec("_P")
-
-
 _R = TypeVar("_R")
-
-
 _ACCEPTED = (torch.Tensor, torch.Generator)
 
 

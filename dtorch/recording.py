@@ -101,7 +101,7 @@ def ending(tracer: Tracer, found: Sequence[Any]) -> Ending:
 
 def _check_no_gradient_left(tracer: Tracer) -> None:
     for tensor, _ in tracer.arguments:
-        if tensor.grad is not None:
+        if tensor.is_leaf and tensor.grad is not None:
             raise TraceError(
                 "a jitted function calls backward() on its arguments, whose .grad it cannot set.\n"
                 "  Fix: use dtorch.grad or torch.autograd.grad inside it, or call backward() on "

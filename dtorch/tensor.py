@@ -3,6 +3,8 @@
 A `torch.Tensor` wrapper subclass that holds a `Spec` and, for each device, a handle to the
 shard; it never holds data. Every torch function accepts it: `dispatch` installs its entry
 points into this module, and they turn the call into a program.
+
+It is over 500 lines because a class's public methods, with their docstrings, stay together.
 """
 
 from __future__ import annotations

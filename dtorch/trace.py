@@ -9,6 +9,8 @@ In-place calls and views get their exact meaning here: symbolic tensors that ali
 `Storage`, each with the path of views that leads to it. Writing through one puts the new values
 back into the storage, and the others are read again through their paths. Nothing that is
 recorded mutates or aliases.
+
+It is over 500 lines because the tracer is one class: each of its parts reads the others' state.
 """
 
 from __future__ import annotations
@@ -440,7 +442,10 @@ class Tracer:
         if view_form is not None:
             return self._reshape_in_place(view_form, args, kwargs)
         form = functional.functional_form(op)
-        written = [self.lift(t) for t in form.written(args, kwargs)]
+        targets = form.written(args, kwargs)
+        if op.overloadpacket.__name__.endswith("_"):  # else autograd does not track the target
+            self._refuse_tracked_capture(targets, args, kwargs)
+        written = [self.lift(t) for t in targets]
         self._check_writable(op, args, kwargs)
         if form.draws:
             results = self._draw(form.op, *form.arguments(args, kwargs))
@@ -453,6 +458,22 @@ class Tracer:
         if count:
             return self._wrapped(op, results[:count])
         return form.returns(args, kwargs)
+
+    def _refuse_tracked_capture(
+        self, targets: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Refuses before autograd would tie a tensor of the caller to the graph of this trace."""
+        if all(isinstance(t, SymbolicTensor) for t in targets) or not torch.is_grad_enabled():
+            return
+        tensors: list[torch.Tensor] = []
+        functional.map_tensors([list(args), list(kwargs.values())], tensors.append)
+        if any(t.requires_grad for t in tensors):
+            raise TraceError(
+                f"a jitted function changes a captured tensor of shape {list(targets[0].shape)} "
+                f"in place to a value that requires grad ({user_line() or 'unknown line'}); its "
+                "gradient would be lost.\n  Fix: pass it as an argument and return it, or "
+                "detach() what is written."
+            )
 
     def _reshape_in_place(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -135,6 +135,41 @@ def test_a_changed_argument_does_not_lose_its_graph() -> None:
         dtorch.jit(change)(x, dtorch.zeros(2))
 
 
+def test_a_changed_capture_does_not_lose_its_graph() -> None:
+    x, total = dtorch.ones(2).requires_grad_(), dtorch.zeros(2)
+
+    def change(x: Any) -> Any:
+        total.add_(x * x)
+        return (total * x).sum()
+
+    with pytest.raises(TraceError, match="changes a captured tensor"):
+        dtorch.jit(change)(x)
+    assert total.tolist() == [0.0, 0.0]
+    assert not total.requires_grad
+
+    def count(x: Any) -> Any:
+        total.add_((x * x).detach())
+        return (total * x).sum()
+
+    dtorch.jit(count)(x).backward()
+    assert total.tolist() == [1.0, 1.0]
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.0, 1.0]
+
+
+def test_a_changed_argument_that_is_returned_keeps_its_graph() -> None:
+    def change(x: Any, b: Any) -> Any:
+        b.add_(x * x)
+        return (b * x).sum(), b
+
+    x, b = dtorch.ones(2).requires_grad_(), dtorch.zeros(2)
+    value, changed = dtorch.jit(change)(x, b)
+    assert changed is b
+    (value + b.sum()).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [5.0, 5.0]
+
+
 def test_backward_inside_jit_is_refused_where_its_result_would_be_lost() -> None:
     x = dtorch.ones(2).requires_grad_()
     with pytest.raises(TraceError, match=r"whose \.grad it cannot set"):
