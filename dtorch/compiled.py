@@ -17,10 +17,9 @@ from . import generator
 from .aliases import AliasGroup
 from .arguments import Arguments
 from .errors import DTorchError, MutationError
-from .parts import Handles, place_parts
+from .parts import place_parts
 from .program import Apply, Program, refs
-from .runtime import Call, Executable, Handle, submit
-from .runtime.future import Failure, wait_all
+from .runtime import Executable, Failure, Shards, submit
 from .scalars import Expression, evaluate
 from .source import user_line
 from .spec import Spec
@@ -79,7 +78,7 @@ class Compiled:
     reduced: tuple[tuple[int, int], ...]
     states: tuple[tuple[int, torch.Generator | None], ...]
     extra: tuple[int, ...] = ()
-    constants: dict[int, Handles] = dataclasses.field(default_factory=dict)
+    constants: dict[int, Shards] = dataclasses.field(default_factory=dict)
     untried: set[bool] = dataclasses.field(default_factory=set)
 
     def run(
@@ -124,30 +123,30 @@ class Compiled:
     def _submit(
         self, leaves: list[Any], states: dict[torch.Generator | None, Tensor]
     ) -> list[Tensor]:
-        inputs = [self._handles(i, s, leaves, states) for i, s in enumerate(self.sources)]
+        inputs = [self._shards(i, s, leaves, states) for i, s in enumerate(self.sources)]
         scalars = [evaluate(e, leaves) for e in self.expressions]
         return submit_program(self.program, self.executable, inputs, scalars)
 
-    def _handles(
+    def _shards(
         self,
         number: int,
         source: Source,
         leaves: list[Any],
         states: dict[torch.Generator | None, Tensor],
-    ) -> Handles:
+    ) -> Shards:
         if source.kind == "generator":
-            return states[source.item]._handles
+            return states[source.item]._shards
         if source.kind == "capture":
-            return source.item._handles
+            return source.item._shards
         spec = self.program.specs[self.program.inputs[number]]
         if source.kind == "constant":
             return self._constant(number, source, spec)
         leaf = leaves[source.item]
         if isinstance(leaf, Tensor):
-            return leaf._handles
+            return leaf._shards
         return place_parts(leaf.detach().resolve_conj().resolve_neg(), spec, copy=True)
 
-    def _constant(self, number: int, source: Source, spec: Spec) -> Handles:
+    def _constant(self, number: int, source: Source, spec: Spec) -> Shards:
         if source.version is None:  # of inference mode: whether it has changed is not known
             return place_parts(source.item, spec, copy=True)
         if source.item._version != source.version:
@@ -198,16 +197,13 @@ class Compiled:
 def submit_program(
     program: Program,
     executable: Executable,
-    inputs: Sequence[Handles],
+    inputs: Sequence[Shards],
     scalars: Sequence[Any],
 ) -> list[Tensor]:
     """Queues a program on its devices and returns its outputs, which are not yet computed."""
     specs = [program.specs[v] for v in program.outputs]
-    handles = [tuple(Handle() for _ in s.mesh.devices) for s in specs]
-    num_threads, count = torch.get_num_threads(), len(executable.program.devices)
-    threads = num_threads if count <= 1 else max(1, num_threads // count)
-    submit(Call(executable, inputs, handles, scalars, threads, user_line()))
-    return [Tensor._of(s, h) for s, h in zip(specs, handles, strict=True)]
+    outputs = submit(executable, inputs, scalars, user_line())
+    return [Tensor._of(s, o) for s, o in zip(specs, outputs, strict=True)]
 
 
 def may_be_refused(program: Program) -> bool:
@@ -231,12 +227,13 @@ def _raise_if_refused(values: Sequence[Tensor]) -> None:
     Meta kernels let some dtypes pass that the real ones refuse; that is known at the first run,
     and then it is an error of the call. Other failures stay where they are until a fetch.
     """
-    handles = [h for v in values for h in v._handles]
-    wait_all(handles)
-    for handle in handles:
-        value = handle.value
-        if isinstance(value, Failure) and _is_about_dtypes(value.cause):
-            raise type(value.cause)(value.message) from value.cause
+    for tensor in values:
+        everywhere = range(len(tensor._shards))
+        tensor._shards.wait(everywhere)
+        for index in everywhere:
+            value = tensor._shards.get(index)
+            if isinstance(value, Failure) and _is_about_dtypes(value.cause):
+                raise type(value.cause)(value.message) from value.cause
     for tensor in values:
         _check_as_inferred(tensor)
 
@@ -244,8 +241,8 @@ def _raise_if_refused(values: Sequence[Tensor]) -> None:
 def _check_as_inferred(tensor: Tensor) -> None:
     """Raises if what a kernel computed is not what its meta kernel had said."""
     spec = tensor._spec
-    for handle, shape in zip(tensor._handles, spec.local_shapes, strict=True):
-        part = handle.value
+    for index, shape in enumerate(spec.local_shapes):
+        part = tensor._shards.get(index)
         if isinstance(part, torch.Tensor) and (part.dtype, tuple(part.shape)) != (
             spec.dtype,
             shape,
@@ -294,7 +291,7 @@ def _check_unaliased(target: Tensor, others: Sequence[Any]) -> None:
         if not isinstance(other, Tensor):
             continue
         related = target._aliases is not None and other._aliases is target._aliases
-        if other is target or related or other._handles is target._handles:
+        if other is target or related or other._shards is target._shards:
             raise MutationError(
                 "a jitted function changes an argument in place that it is also given under "
                 f"another name (shape {list(target.shape)}).\n  Fix: pass it once, or a clone()."
@@ -315,7 +312,7 @@ def _rebind(target: Tensor, value: Tensor) -> None:
     fits = spec.placements == value._spec.placements
     moved = value if fits else _in_layout(value, spec)
     for tensor in same:
-        tensor._handles = moved._handles
+        tensor._shards = moved._shards
         tensor._reduced = None if fits else value
 
 

@@ -21,7 +21,7 @@ from .errors import DataDependentError, MutationError
 from .mesh import DeviceMesh
 from .placement import Placements, Replicate, complete
 from .recording import compile_call
-from .runtime.worker import check_not_on_worker
+from .runtime import check_not_on_worker
 from .symbolic import SymbolicTensor
 from .tensor import (
     EntryPoints,
@@ -191,7 +191,7 @@ def _set_data(target: Tensor, value: Any) -> None:
             f"shape and dtype, not {type(value).__name__} {list(getattr(value, 'shape', ()))}."
         )
     moved = value.detach().redistribute(target.device_mesh, target.placements)
-    target._handles, target._reduced = moved._handles, None
+    target._shards, target._reduced = moved._shards, None
 
 
 def run_traced(function: Callable[..., Any], args: tuple[Any, ...], mesh: DeviceMesh) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from .mesh import DeviceMesh
 from .placement import Replicate
-from .runtime.future import Failure
+from .runtime import Failure
 from .tensor import Tensor, place
 
 lock = threading.RLock()
@@ -61,7 +61,10 @@ def state_of(generator: torch.Generator | None, mesh: DeviceMesh) -> Tensor:
 
 def _failed(state: Tensor) -> bool:
     """Whether the program that returned a state is known to have failed, and the state with it."""
-    return any(h.is_ready and isinstance(h.value, Failure) for h in state._handles)
+    shards = state._shards
+    return any(
+        shards.is_ready((i,)) and isinstance(shards.get(i), Failure) for i in range(len(shards))
+    )
 
 
 def advance(generator: torch.Generator | None, state: Tensor) -> None:

@@ -462,8 +462,8 @@ class _Differentiable:
         """Runs the backward program; returns the gradient of each input, None for no effect."""
         specs = [self.program.specs[v] for v in self.program.inputs[len(saved) :]]
         placed = [_placed_grad(g, s) for g, s in zip(grads, specs, strict=True)]
-        handles = [t._handles for t in (*saved, *placed)]
-        values = submit_program(self.program, self.backward, handles, scalars)
+        shards = [t._shards for t in (*saved, *placed)]
+        values = submit_program(self.program, self.backward, shards, scalars)
         return [None if i < 0 else values[i] for i in self.grads_of]
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .placement import Partial, Shard
 from .runtime.collectives import nothing, reduce_parts
-from .runtime.future import Borrowed, Handle
+from .runtime import Borrowed, Shards
 from .spec import Box, Spec
-
-Handles = tuple[Handle | Borrowed, ...]
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -22,39 +21,40 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
-def place_parts(source: torch.Tensor, spec: Spec, copy: bool) -> Handles:
-    """Returns a handle to each device's part of a torch tensor."""
+def place_parts(source: torch.Tensor, spec: Spec, copy: bool) -> Shards:
+    """Returns the shards of a torch tensor."""
 
-    def part(box: Box, device: torch.device) -> Handle | Borrowed:
+    def part(box: Box, device: torch.device) -> torch.Tensor | Borrowed:
         cut = source.detach()
         for dim, (start, stop) in enumerate(box):
             if (start, stop) != (0, source.shape[dim]):
                 cut = cut.narrow(dim, start, stop - start)
         if cut.device != device:
-            return Handle(cut.to(device))
+            return cut.to(device)
         # A tensor of inference mode has no version, so that a write to it would not be seen.
-        return Handle(cut.clone()) if copy or cut.is_inference() else Borrowed(cut, source)
+        return cut.clone() if copy or cut.is_inference() else Borrowed(cut, source)
 
     return placed_parts(spec, part)
 
 
-def placed_parts(spec: Spec, part: Callable[[Box, torch.device], Handle | Borrowed]) -> Handles:
-    """Each device's handle; devices that share memory share the handle of an equal part."""
-    made: dict[Any, Handle | Borrowed] = {}
-    handles: list[Handle | Borrowed] = []
+def placed_parts(
+    spec: Spec, part: Callable[[Box, torch.device], torch.Tensor | Borrowed]
+) -> Shards:
+    """Returns shards made part by part; devices that share memory share an equal part."""
+    made: dict[Any, torch.Tensor | Borrowed] = {}
+    parts: list[torch.Tensor | Borrowed] = []
     for index, (box, place) in enumerate(zip(spec.boxes, spec.mesh.coordinates(), strict=True)):
         device = spec.mesh.torch_device(index)
         zero = _adds_nothing(spec, place)
         key = (box, device, zero)
         if key not in made:
             made[key] = _zeros(spec, box, device) if zero else part(box, device)
-        handles.append(made[key])
-    return tuple(handles)
+        parts.append(made[key])
+    return Shards(parts)
 
 
-def _zeros(spec: Spec, box: Box, device: torch.device) -> Handle:
-    shape = [stop - start for start, stop in box]
-    return Handle(nothing(shape, spec.dtype, device))
+def _zeros(spec: Spec, box: Box, device: torch.device) -> torch.Tensor:
+    return nothing([stop - start for start, stop in box], spec.dtype, device)
 
 
 def _adds_nothing(spec: Spec, coordinate: tuple[int, ...]) -> bool:
@@ -62,16 +62,17 @@ def _adds_nothing(spec: Spec, coordinate: tuple[int, ...]) -> bool:
     return any(p.is_partial("sum") and c for p, c in zip(spec.placements, coordinate, strict=True))
 
 
-def indices_to_fetch(spec: Spec) -> list[int]:
+@functools.lru_cache(maxsize=4096)
+def indices_to_fetch(spec: Spec) -> tuple[int, ...]:
     """The devices whose parts make up the global value: one of each set of replicas."""
-    return [
+    return tuple(
         i
         for i, coordinate in enumerate(spec.mesh.coordinates())
         if not any(c and p.is_replicate() for c, p in zip(coordinate, spec.placements, strict=True))
-    ]
+    )
 
 
-def assembled(spec: Spec, indices: list[int], parts: list[torch.Tensor]) -> torch.Tensor:
+def assembled(spec: Spec, indices: Sequence[int], parts: list[torch.Tensor]) -> torch.Tensor:
     """Returns the global value, as a new tensor, from the parts of the devices `indices`."""
     by_coordinate = {
         spec.mesh.coordinates()[i]: p.detach() for i, p in zip(indices, parts, strict=True)

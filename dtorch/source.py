@@ -15,7 +15,7 @@ _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(file)) + os.sep
     for file in (__file__, torch.__file__ or "", optree.__file__ or "", os.__file__)
 )
-_is_library: dict[CodeType, bool] = {}
+_is_library: dict[str, bool] = {}
 
 
 def user_line() -> SourceLine | None:
@@ -23,13 +23,19 @@ def user_line() -> SourceLine | None:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        hidden = _is_library.get(code)
-        if hidden is None:
-            hidden = _is_library[code] = _in_library(code.co_filename)
-        if not hidden:
+        if not is_library(code):
             return SourceLine(code.co_filename, frame.f_lineno, code.co_name)
         frame = frame.f_back
     return None
+
+
+def is_library(code: CodeType) -> bool:
+    """Returns whether code is in dtorch, torch, optree or the standard library."""
+    file = code.co_filename
+    hidden = _is_library.get(file)
+    if hidden is None:
+        hidden = _is_library[file] = _in_library(file)
+    return hidden
 
 
 def _in_library(file: str) -> bool:

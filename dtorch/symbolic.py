@@ -62,7 +62,7 @@ class SymbolicTensor(Tensor):
         return self._tracer.builder.specs[self._tracer.read(self)]
 
     @property
-    def _handles(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def _shards(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         raise self._no_value("its shards")
 
     def _no_value(self, what: str) -> DataDependentError:

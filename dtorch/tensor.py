@@ -19,11 +19,9 @@ import torch
 from . import printing
 from .errors import DonatedError, PlacementError
 from .mesh import DeviceMesh
-from .parts import Handles, assembled, dense_stride, indices_to_fetch, place_parts, placed_parts
+from .parts import assembled, dense_stride, indices_to_fetch, place_parts, placed_parts
 from .placement import Partial, Placement, Placements, Replicate, Shard, normalized
-from .runtime import TensorFuture
-from .runtime.future import Failure, Handle, values_of, wait_all
-from .runtime.worker import check_not_on_worker
+from .runtime import Failure, Shards, TensorFuture, check_not_on_worker, values_of
 from .spec import Box, Spec
 
 if TYPE_CHECKING:
@@ -66,7 +64,7 @@ class Tensor(torch.Tensor):
     """
 
     _spec: Spec
-    _handles: Handles
+    _shards: Shards
     _aliases: AliasGroup | None
     _reduced: Tensor | None
 
@@ -101,11 +99,11 @@ class Tensor(torch.Tensor):
         super().__init__()
 
     @staticmethod
-    def _of(spec: Spec, handles: Handles) -> Tensor:
+    def _of(spec: Spec, shards: Shards) -> Tensor:
         """Returns the tensor of a spec and its shards."""
         result = wrapper(Tensor, spec)
         result._spec = spec
-        result._handles = handles
+        result._shards = shards
         result._aliases = None
         result._reduced = None
         return result
@@ -128,8 +126,8 @@ class Tensor(torch.Tensor):
             f"a tensor of shape {list(self.shape)} was donated to a jitted call "
             "(donate_argnums) and is used again.\n  Fix: use the call's result, or do not donate."
         )
-        gone = Handle(Failure(message, DonatedError(message)))
-        self._handles = (gone,) * len(self._handles)
+        gone = Failure(message, DonatedError(message))
+        self._shards = Shards([gone] * len(self._shards))
 
     # -- layout ----------------------------------------------------------------------------
 
@@ -281,8 +279,7 @@ class Tensor(torch.Tensor):
         check_not_on_worker("fetching a tensor")
         spec = self._spec
         wanted = indices_to_fetch(spec)
-        handles = [self._handles[i] for i in wanted]
-        return TensorFuture(handles, lambda parts: assembled(spec, wanted, parts))
+        return TensorFuture(self._shards, wanted, lambda parts: assembled(spec, wanted, parts))
 
     def local_shards(self) -> dict[int, torch.Tensor]:
         """Returns a copy of each device's local tensor, by device id.
@@ -293,9 +290,9 @@ class Tensor(torch.Tensor):
             WorkerError: An operation that a shard depends on failed.
         """
         check_not_on_worker("fetching a tensor")
-        wait_all(self._handles)
-        parts = values_of(self._handles)
         devices = self.device_mesh.devices
+        self._shards.wait(range(len(devices)))
+        parts = values_of(self._shards, range(len(devices)))
         return {d.id: p.detach().clone() for d, p in zip(devices, parts, strict=True)}
 
     def numpy(self, *, force: bool = False) -> numpy.ndarray[Any, Any]:
@@ -532,7 +529,7 @@ def from_boxes(spec: Spec, read: Callable[[Box], torch.Tensor]) -> Tensor:
         spec: The spec of the tensor.
         read: Returns a box of the global value as a new torch tensor.
     """
-    return Tensor._of(spec, placed_parts(spec, lambda box, device: Handle(read(box).to(device))))
+    return Tensor._of(spec, placed_parts(spec, lambda box, device: read(box).to(device)))
 
 
 def _without_device(

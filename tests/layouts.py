@@ -21,7 +21,7 @@ import dtorch
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Partial, Placement, Placements, Replicate, Shard
 from dtorch.program import Program, verify
-from dtorch.runtime.future import Handle
+from dtorch.runtime import Shards
 from dtorch.spec import Spec
 from dtorch.tensor import Tensor
 
@@ -85,7 +85,7 @@ def spread(
     made = torch.Generator().manual_seed(seed)
     spec = Spec.of(value.shape, value.dtype, mesh, tuple(placements))
     parts = _parts(value.contiguous(), mesh, tuple(placements), 0, made)
-    return Tensor._of(spec, tuple(Handle(p.contiguous().clone()) for p in parts))
+    return Tensor._of(spec, Shards([p.contiguous().clone() for p in parts]))
 
 
 def _parts(

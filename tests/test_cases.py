@@ -10,7 +10,7 @@ from layouts import PAIR, SQUARE, SUM, R, S, check, placements_of, values
 
 import dtorch
 from dtorch.mesh import DeviceMesh
-from dtorch.runtime.future import Handle
+from dtorch.runtime import Shards
 from dtorch.spec import Spec
 from dtorch.tensor import Tensor
 
@@ -25,7 +25,7 @@ def _partial(mesh, *locals_):
     """The tensor whose devices hold these addends."""
     parts = [torch.as_tensor(v) for v in locals_]
     spec = Spec.of(parts[0].shape, parts[0].dtype, mesh, (SUM,))
-    return Tensor._of(spec, tuple(Handle(p) for p in parts))
+    return Tensor._of(spec, Shards(list(parts)))
 
 
 def _num_collectives(function, *tensors):

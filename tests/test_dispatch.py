@@ -13,7 +13,7 @@ import torch
 import dtorch
 from dtorch import Partial, Replicate, Shard
 from dtorch.errors import MutationError
-from dtorch.runtime.future import Handle
+from dtorch.runtime import Shards
 
 TWO = dtorch.DeviceMesh("cpu", [0, 1])
 F = torch.nn.functional
@@ -294,8 +294,8 @@ def test_nothing_grows() -> None:
     def settle() -> tuple[int, int, int, int]:
         dtorch.synchronize()
         gc.collect()
-        handles = sum(type(o) is Handle for o in gc.get_objects())
-        return handles, threading.active_count(), dtorch.cache_info().currsize, rss()
+        shards = sum(type(o) is Shards for o in gc.get_objects())
+        return shards, threading.active_count(), dtorch.cache_info().currsize, rss()
 
     eager(300)
     jitted(200)

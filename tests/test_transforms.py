@@ -262,7 +262,7 @@ def test_donated_memory_is_given_back() -> None:
     f = dtorch.jit(lambda a: a.sum(), donate_argnums=0)
     x = ones(1000)
     dtorch.synchronize()
-    shard = weakref.ref(x._handles[0].value)
+    shard = weakref.ref(x._shards.get(0))
     f(x)
     dtorch.synchronize()
     assert shard() is None

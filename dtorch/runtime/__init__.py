@@ -1,21 +1,23 @@
-"""The only code that knows threads: workers, collectives, futures and the executor.
+"""The only code that knows threads: workers, collectives, futures and the executors.
 
-Takes local programs and handles; a worker thread per device runs the programs in the order of
-submission and stores the results into handles.
+Takes local programs and shards; a worker thread per device runs the programs in the order of
+submission and stores the results into the shards of the outputs.
 """
 
-from .collectives import Exchange
-from .executor import Call, Executable
-from .future import Failure, Handle, TensorFuture
-from .worker import submit, synchronize
+from .backend import EXECUTOR, Executable, Shards, check_not_on_worker, stop, submit, synchronize
+from .future import TensorFuture
+from .shards import Borrowed, Failure, values_of
 
 __all__ = [
-    "Call",
-    "Exchange",
+    "EXECUTOR",
+    "Borrowed",
     "Executable",
     "Failure",
-    "Handle",
+    "Shards",
     "TensorFuture",
+    "check_not_on_worker",
+    "stop",
     "submit",
     "synchronize",
+    "values_of",
 ]

@@ -1,96 +1,232 @@
-"""In-process collectives: devices show each other their parts and read what they need.
+"""In-process collectives: devices show each other their parts and take the pieces they need.
 
-Takes one step of a redistribution and the parts that the devices of a group posted; gives the
-part of one device. A posted tensor is never written to again, so a peer may read it at any
-later time; it is freed when its last reader drops it. Reductions add in the order of the
+Takes one step of a redistribution; says for each device whom it meets and, for each round, which
+pieces of the parts it takes and how it joins them. The plan is plain data, which the portable and
+the native executor run alike. A posted tensor is never written to again, so a peer may read it at
+any later time; it is freed when its last reader drops it. Reductions add in the order of the
 group, on every device alike, so replicas agree bit for bit.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import math
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from ..placement import Shard
+from ..mesh import Device
+from ..placement import Partial, Shard
 from ..redistribution import Collective, Step, group_of, pieces
 from ..spec import Box, chunk
-from .future import Failure
 
 TWO_PHASE_BYTES = 1 << 16
 """From this size on an all-reduce reduces one piece a device and gathers the pieces."""
 
-Gather = Callable[[Any], "list[Any] | Failure"]
-"""Posts a part for the next round and returns the parts of the group, in its order."""
+Cuts = tuple[tuple[int, int, int], ...]
+"""A part of a local tensor: the (dim, start, length) of each dim that is not whole."""
 
 
-class Exchange:
-    """One meeting of a group of devices: each posts a part, each may wait for all of them."""
+class Join(enum.Enum):
+    """What a device makes of the pieces that it takes."""
 
-    __slots__ = ("_complete", "_lock", "_missing", "parts")
-
-    def __init__(self, size: int) -> None:
-        self.parts: list[Any] = [None] * size
-        self._missing = size
-        self._lock = threading.Lock()
-        self._complete = threading.Event()
-
-    def post(self, member: int, part: Any) -> None:
-        """Shows a part to the group; the caller must not write to it again."""
-        self.parts[member] = part
-        with self._lock:
-            self._missing -= 1
-            complete = self._missing == 0
-        if complete:
-            self._complete.set()
-
-    def wait(self, stopping: threading.Event) -> bool:
-        """Waits until all parts are there; returns False if the workers are being stopped."""
-        while not self._complete.wait(0.2):
-            if stopping.is_set():
-                return False
-        return True
+    SAME = 0  # the one piece itself
+    COPY = 1  # a copy of the one piece
+    CONCATENATE = 2
+    REDUCE = 3
+    PLACE = 4  # each piece at its place in a new tensor, the rest filled with what adds nothing
 
 
-@functools.lru_cache(maxsize=4096)
-def senders_and_groups(step: Step) -> tuple[tuple[int, ...], ...]:
-    """Returns, for each device of the source mesh, the devices that it meets in a step."""
-    if step.kind is Collective.TRANSFER:
-        everyone = tuple(range(len(step.source.mesh.devices)))
-        return (everyone,) * len(everyone)
-    return group_of(step.source.mesh, step.axes)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of the part of a member of the group, and where a new tensor has it."""
+
+    member: int
+    cuts: Cuts = ()
+    place: Cuts = ()
 
 
-def num_rounds(step: Step, index: int) -> int:
-    """Returns how often a device meets its group in a step: the same for the whole group."""
-    count = math.prod(step.source.mesh.shape[a] for a in step.axes)
-    num_bytes = math.prod(step.source.local_shapes[index]) * step.source.dtype.itemsize
-    large = count > 2 and num_bytes >= TWO_PHASE_BYTES
-    return 2 if step.kind is Collective.ALL_REDUCE and large else 1
+@dataclasses.dataclass(frozen=True, slots=True)
+class Round:
+    """One meeting of a group as one device takes part: what it takes, and what it makes of it.
 
-
-def run_local(step: Step, index: int, part: torch.Tensor) -> torch.Tensor:
-    """Returns a device's part after a step that needs only its own part before.
-
-    Args:
-        step: A slice, a relabelling, or the change to partial.
-        index: The device's place in the mesh.
-        part: Its part before the step.
+    Attributes:
+        pieces: What it takes.
+        join: How it joins them.
+        dim: The dim of a concatenation.
+        op: The reduction.
+        shape: The shape of the new tensor that pieces are placed in.
     """
+
+    pieces: tuple[Piece, ...]
+    join: Join
+    dim: int = 0
+    op: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Meeting:
+    """How one device takes part in a step.
+
+    Attributes:
+        group: The devices that show their parts, in the order of the members.
+        visitors: The devices that take part, in any way; empty for a step within the device.
+        member: The place of this device among those that show a part, or None.
+        rounds: What it does; none for a device that only shows its part.
+        dtype: The dtype of its result.
+        device: Where its result lies.
+    """
+
+    group: tuple[Device, ...]
+    visitors: tuple[Device, ...]
+    member: int | None
+    rounds: tuple[Round, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@functools.lru_cache(maxsize=8192)
+def meeting(step: Step, device: Device) -> Meeting | None:
+    """Returns how a device takes part in a step, or None if it does not."""
+    if step.kind is Collective.TRANSFER:
+        return _transfer(step, device)
+    mesh = step.source.mesh
+    if device not in mesh.devices:
+        return None
+    index = mesh.devices.index(device)
+    place = mesh.torch_device(index)
+    if step.kind.is_local:
+        return Meeting((device,), (), 0, (_local(step, index),), step.target.dtype, place)
+    members = group_of(mesh, step.axes)[index]
+    group = tuple(mesh.devices[m] for m in members)
+    rounds = _rounds(step, index, members)
+    return Meeting(group, group, members.index(index), rounds, step.target.dtype, place)
+
+
+def _local(step: Step, index: int) -> Round:
+    """A slice, a relabelling, or the change to partial: a device needs only its own part."""
+    held, wanted = step.source.boxes[index], step.target.boxes[index]
     if step.kind is Collective.SLICE:
         # A copy, so that a small shard does not keep the whole alive.
-        return _cut(part, step.source.boxes[index], step.target.boxes[index]).clone()
+        return Round((Piece(0, _cuts(held, wanted)),), Join.COPY)
     if step.kind is Collective.TO_PARTIAL:
         (axis,) = step.axes
         if step.source.placements[axis].is_shard():
-            return _amid_zeros(part, step.source.boxes[index], step.target.boxes[index])
+            piece = Piece(0, (), _cuts(wanted, held))
+            return Round((piece,), Join.PLACE, shape=_sizes(wanted))
         first = step.source.mesh.coordinates()[index][axis] == 0
-        keep = first or not step.target.placements[axis].is_partial("sum")
-        return part if keep else nothing(part.shape, part.dtype, part.device)
+        if not first and step.target.placements[axis].is_partial("sum"):
+            return Round((), Join.PLACE, shape=_sizes(wanted))
+    return Round((Piece(0),), Join.SAME)
+
+
+def _rounds(step: Step, index: int, members: tuple[int, ...]) -> tuple[Round, ...]:
+    source, target = (s.placements[step.axes[0]] for s in (step.source, step.target))
+    everyone = range(len(members))
+    if step.kind is Collective.ALL_REDUCE:
+        assert isinstance(source, Partial)
+        return _all_reduce(step.source.local_shapes[index], step, members.index(index), source.op)
+    if step.kind is Collective.ALL_GATHER:
+        assert isinstance(source, Shard)
+        return (Round(tuple(map(Piece, everyone)), Join.CONCATENATE, source.dim),)
+    assert isinstance(target, Shard)
+    start, stop = step.target.boxes[index][target.dim]
+    taken = []
+    for place, member in enumerate(members):
+        offset, end = step.source.boxes[member][target.dim]
+        whole = (start, stop) == (offset, end)
+        cuts = () if whole else ((target.dim, start - offset, stop - start),)
+        taken.append(Piece(place, cuts))
+    if step.kind is Collective.ALL_TO_ALL:
+        assert isinstance(source, Shard)
+        return (Round(tuple(taken), Join.CONCATENATE, source.dim),)
+    assert isinstance(source, Partial)
+    return (Round(tuple(taken), Join.REDUCE, op=source.op),)
+
+
+def _all_reduce(shape: tuple[int, ...], step: Step, member: int, op: str) -> tuple[Round, ...]:
+    count = math.prod(step.source.mesh.shape[a] for a in step.axes)
+    everyone = tuple(map(Piece, range(count)))
+    if count <= 2 or math.prod(shape) * step.source.dtype.itemsize < TWO_PHASE_BYTES:
+        return (Round(everyone, Join.REDUCE, op=op),)
+    dim = max(range(len(shape)), key=lambda d: shape[d])
+    start, stop = chunk((0, shape[dim]), count, member)
+    mine = tuple(Piece(m, ((dim, start, stop - start),)) for m in range(count))
+    return (Round(mine, Join.REDUCE, op=op), Round(everyone, Join.CONCATENATE, dim))
+
+
+def _transfer(step: Step, device: Device) -> Meeting | None:
+    source, target = step.source.mesh, step.target.mesh
+    sends, receives = device in source.devices, device in target.devices
+    if not sends and not receives:
+        return None
+    rounds, place = (), torch.device("cpu")
+    if receives:
+        index = target.devices.index(device)
+        rounds, place = (_received(step, index),), target.torch_device(index)
+    return Meeting(
+        group=source.devices,
+        visitors=tuple(dict.fromkeys((*source.devices, *target.devices))),
+        member=source.devices.index(device) if sends else None,
+        rounds=rounds,
+        dtype=step.target.dtype,
+        device=place,
+    )
+
+
+def _received(step: Step, index: int) -> Round:
+    wanted = step.target.boxes[index]
+    found = pieces(step.source, step.target)[index]
+    if len(found) == 1:
+        giver, box = found[0]
+        cuts = _cuts(step.source.boxes[giver], box)
+        return Round((Piece(giver, cuts),), Join.COPY if cuts else Join.SAME)
+    taken = tuple(
+        Piece(giver, _cuts(step.source.boxes[giver], box), _cuts(wanted, box))
+        for giver, box in found
+    )
+    return Round(taken, Join.PLACE, shape=_sizes(wanted))
+
+
+def _cuts(held: Box, wanted: Box) -> Cuts:
+    """The box `wanted` of a part that is the box `held`, both in global coordinates."""
+    return tuple(
+        (dim, start - offset, stop - start)
+        for dim, ((start, stop), (offset, end)) in enumerate(zip(wanted, held, strict=True))
+        if (start, stop) != (offset, end)
+    )
+
+
+def _sizes(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+# -- running them --------------------------------------------------------------------------
+
+
+def join(round: Round, meeting: Meeting, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns what a device makes of a round, given the parts of the group."""
+    taken = [_cut(parts[p.member], p.cuts) for p in round.pieces]
+    if round.join is Join.SAME:
+        return taken[0].to(meeting.device)
+    if round.join is Join.COPY:
+        return taken[0].to(meeting.device).clone()
+    if round.join is Join.CONCATENATE:
+        return torch.cat(taken, round.dim)
+    if round.join is Join.REDUCE:
+        return reduce_parts(taken, round.op)
+    result = nothing(round.shape, meeting.dtype, meeting.device)
+    for piece, part in zip(round.pieces, taken, strict=True):
+        _cut(result, piece.place).copy_(part)
+    return result
+
+
+def _cut(part: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    for dim, start, length in cuts:
+        part = part.narrow(dim, start, length)
     return part
 
 
@@ -98,91 +234,6 @@ def nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> t
     """Returns what adds nothing to a sum: negative zeros, where there are any."""
     zero = -0.0 if dtype.is_floating_point else complex(-0.0, -0.0) if dtype.is_complex else 0
     return torch.full(tuple(shape), zero, dtype=dtype, device=device)
-
-
-def _amid_zeros(part: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
-    """A part of the value as an addend of it: zeros elsewhere."""
-    result = part.new_zeros([stop - start for start, stop in wanted])
-    _cut(result, wanted, held).copy_(part)
-    return result
-
-
-def run_collective(step: Step, index: int, part: torch.Tensor, gather: Gather) -> Any:
-    """Returns a device's part after a collective over its group, or a `Failure`.
-
-    Args:
-        step: The step; not a local one, and not a transfer.
-        index: The device's place in the mesh.
-        part: Its part before the step.
-        gather: Meets the group.
-    """
-    if step.kind is Collective.ALL_REDUCE:
-        return _all_reduce(step, index, part, gather)
-    parts = gather(part)
-    if isinstance(parts, Failure):
-        return parts
-    (axis,) = step.axes
-    source, target = step.source.placements[axis], step.target.placements[axis]
-    if step.kind is Collective.ALL_GATHER:
-        assert isinstance(source, Shard)
-        return torch.cat(parts, source.dim)
-    assert isinstance(target, Shard)
-    members = group_of(step.source.mesh, step.axes)[index]
-    wanted = step.target.boxes[index][target.dim]
-    cuts = [
-        p.narrow(target.dim, wanted[0] - step.source.boxes[m][target.dim][0], wanted[1] - wanted[0])
-        for m, p in zip(members, parts, strict=True)
-    ]
-    if step.kind is Collective.ALL_TO_ALL:
-        assert isinstance(source, Shard)
-        return torch.cat(cuts, source.dim)
-    return reduce_parts(cuts, source.op)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def run_transfer(step: Step, index: int, parts: Sequence[Any]) -> Any:
-    """Returns the part of the target's `index`-th device, read from the source's parts."""
-    wanted = step.target.boxes[index]
-    found = pieces(step.source, step.target)[index]
-    failed = next((parts[g] for g, _ in found if isinstance(parts[g], Failure)), None)
-    if failed is not None:
-        return failed
-    device = step.target.mesh.torch_device(index)
-    if len(found) == 1:
-        giver, box = found[0]
-        whole = box == step.source.boxes[giver]
-        part = _cut(parts[giver], step.source.boxes[giver], box)
-        return part.to(device) if whole else part.to(device).clone()
-    shape = [stop - start for start, stop in wanted]
-    result = torch.empty(shape, dtype=step.target.dtype, device=device)
-    for giver, box in found:
-        _cut(result, wanted, box).copy_(_cut(parts[giver], step.source.boxes[giver], box))
-    return result
-
-
-def _cut(part: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
-    """A view of the box `wanted` of a part that is the box `held`, both in global coordinates."""
-    for dim, ((start, stop), (offset, end)) in enumerate(zip(wanted, held, strict=True)):
-        if (start, stop) != (offset, end):
-            part = part.narrow(dim, start - offset, stop - start)
-    return part
-
-
-def _all_reduce(step: Step, index: int, part: torch.Tensor, gather: Gather) -> Any:
-    op = step.source.placements[step.axes[0]].op  # pyright: ignore[reportAttributeAccessIssue]
-    if num_rounds(step, index) == 1:
-        parts = gather(part)
-        return parts if isinstance(parts, Failure) else reduce_parts(parts, op)
-    return _two_phase(part, op, group_of(step.source.mesh, step.axes)[index].index(index), gather)
-
-
-def _two_phase(part: torch.Tensor, op: str, member: int, gather: Gather) -> Any:
-    parts = gather(part)
-    if isinstance(parts, Failure):
-        return parts
-    dim = max(range(part.ndim), key=lambda d: part.shape[d])
-    start, stop = chunk((0, part.shape[dim]), len(parts), member)
-    reduced = gather(reduce_parts([p.narrow(dim, start, stop - start) for p in parts], op))
-    return reduced if isinstance(reduced, Failure) else torch.cat(reduced, dim)
 
 
 def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:

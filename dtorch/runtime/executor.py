@@ -1,6 +1,6 @@
 """The portable executor: runs a local program on one device, instruction by instruction.
 
-Takes a `LocalProgram` and a `Call` (one submission of it); fills the call's output handles of
+Takes a `LocalProgram` and a `Call` (one submission of it); fills the call's output shards of
 one device. A failing instruction does not stop the program: its results become `Failure`s,
 which pass through everything that depends on them, so a device always takes part in the
 collectives that its peers wait in.
@@ -18,10 +18,9 @@ from ..errors import ShutdownError
 from ..lowering import LocalCall, LocalInstruction, LocalProgram, LocalStep, PerDevice
 from ..mesh import Device, DeviceMesh
 from ..program import Ref, ScalarRef, SourceLine
-from ..redistribution import Collective, Step
 from . import collectives
-from .collectives import Exchange
-from .future import Borrowed, Failure, Handle
+from .collectives import Meeting, Round
+from .shards import Failure, Shards
 
 
 class Executable:
@@ -46,8 +45,8 @@ class Call:
 
     Args:
         executable: What runs.
-        inputs: For each input, the handles on the devices of its mesh, in the mesh's order.
-        outputs: For each output, the handles to fill, likewise.
+        inputs: For each input, its shards.
+        outputs: For each output, the shards to fill.
         scalars: The run-time scalars.
         num_threads: Intra-operation threads for each worker.
         site: The user's line that made the call.
@@ -67,8 +66,8 @@ class Call:
     def __init__(
         self,
         executable: Executable,
-        inputs: Sequence[Sequence[Handle | Borrowed]],
-        outputs: Sequence[Sequence[Handle]],
+        inputs: Sequence[Shards],
+        outputs: Sequence[Shards],
         scalars: Sequence[Any],
         num_threads: int,
         site: SourceLine | None,
@@ -82,12 +81,12 @@ class Call:
         self._exchanges: dict[Any, list[Any]] = {}
         self._lock = threading.Lock()
 
-    def exchange(self, key: Any, size: int, visits: int) -> Exchange:
-        """Returns the meeting of that name, which `visits` devices ask for once each."""
+    def exchange(self, key: Any, size: int, visits: int) -> Shards:
+        """Returns what a group shows each other in a round; `visits` devices ask once each."""
         with self._lock:
             entry = self._exchanges.get(key)
             if entry is None:
-                entry = self._exchanges[key] = [Exchange(size), visits]
+                entry = self._exchanges[key] = [Shards.pending(size), visits]
             entry[1] -= 1
             if entry[1] == 0:
                 del self._exchanges[key]
@@ -138,15 +137,15 @@ class _Bound(NamedTuple):
 
 
 def run(call: Call, state: DeviceState) -> None:
-    """Runs a call on one device and fills its output handles there. Never raises."""
+    """Runs a call on one device and fills its output shards there. Never raises."""
     bound = call.executable.bound(state.device)
     frame = _Frame(call, [None] * call.executable.program.num_slots, state)
     for slot, number, index in bound.inputs:
-        frame.store(slot, call.inputs[number][index].value)
+        frame.store(slot, call.inputs[number].get(index))
     for action in bound.actions:
         action(frame)
     for slot, number, index in bound.outputs:
-        call.outputs[number][index].set(frame.slots[slot])
+        call.outputs[number].set(index, frame.slots[slot])
 
 
 def _bind(program: LocalProgram, device: Device) -> _Bound:
@@ -174,10 +173,8 @@ def _actions(
         if device not in instruction.mesh.devices:
             return []
         return [_call_action(program, instruction, instruction.mesh.devices.index(device))]
-    source, target = instruction.meshes
-    if device not in source.devices and device not in target.devices:
-        return []
-    return [_step_action(program, number, instruction, device)]
+    meeting = collectives.meeting(instruction.step, device)
+    return [] if meeting is None else [_step_action(program, number, instruction, meeting)]
 
 
 # -- operations ----------------------------------------------------------------------------
@@ -288,13 +285,28 @@ def collect_slots(tree: Any) -> list[int]:
 
 
 def _failure(program: LocalProgram, origin: int, frame: _Frame, error: Exception) -> Failure:
+    return failure_of(program, origin, str(frame.state.device), frame.call.site, error)
+
+
+def failure_of(
+    program: LocalProgram, origin: int, device: str, site: SourceLine | None, error: BaseException
+) -> Failure:
+    """Returns the failure of an instruction.
+
+    Args:
+        program: The program that ran.
+        origin: The number of its global instruction.
+        device: Where it ran.
+        site: The user's line that made the call.
+        error: What the kernel raised.
+    """
     instruction, source = program.texts[origin], program.sources[origin]
-    lines = [f"{type(error).__name__} on {frame.state.device}: {error}"]
+    lines = [f"{type(error).__name__} on {device}: {error}"]
     lines.append(f"  instruction  {instruction}")
     if source is not None:
         lines.append(f"  written at   {source}")
-    if frame.call.site is not None and frame.call.site != source:
-        lines.append(f"  called at    {frame.call.site}")
+    if site is not None and site != source:
+        lines.append(f"  called at    {site}")
     lines.append("  Every value that depends on it is lost; the workers go on.")
     return Failure("\n".join(lines), error)
 
@@ -303,104 +315,59 @@ def _failure(program: LocalProgram, origin: int, frame: _Frame, error: Exception
 
 
 def _step_action(
-    program: LocalProgram, number: int, instruction: LocalStep, device: Device
+    program: LocalProgram, number: int, instruction: LocalStep, meeting: Meeting
 ) -> Action:
-    step = instruction.step
-    if step.kind.is_local:
-        work = _local_work(step, instruction, step.source.mesh.devices.index(device))
-    elif step.kind is Collective.TRANSFER:
-        work = _transfer_work(step, number, instruction, device)
-    else:
-        work = _collective_work(step, number, instruction, step.source.mesh.devices.index(device))
+    """Binds a step: a device shows its part, takes pieces, joins them; in each round again."""
+    name = (number, meeting.group[0])
 
     def action(frame: _Frame) -> None:
-        try:
-            work(frame)
-        except Exception as error:
-            frame.store(instruction.output, _failure(program, instruction.origin, frame, error))
+        part = None if meeting.member is None else _plain(frame.slots[instruction.input])
+        if not meeting.rounds:
+            _show(frame, meeting, (*name, 0), part)
+        for count, round in enumerate(meeting.rounds):
+            parts = _met(frame, meeting, (*name, count), round, part)
+            failed = next((p for p in parts if type(p) is Failure), None)
+            if failed is not None:
+                # The peers have seen it too, and start no other round either.
+                part = failed
+                break
+            try:
+                part = collectives.join(round, meeting, parts)
+            except Exception as error:
+                part = _failure(program, instruction.origin, frame, error)
+        if meeting.rounds:
+            frame.store(instruction.output, part)
         _free(frame.slots, instruction.frees)
 
     return action
 
 
-def _local_work(step: Step, instruction: LocalStep, index: int) -> Action:
-    def work(frame: _Frame) -> None:
-        part = frame.slots[instruction.input]
-        failed = type(part) is Failure
-        frame.slots[instruction.output] = (
-            part if failed else collectives.run_local(step, index, part)
-        )
-
-    return work
-
-
-def _collective_work(step: Step, number: int, instruction: LocalStep, index: int) -> Action:
-    members = collectives.senders_and_groups(step)[index]
-    member, size = members.index(index), len(members)
-    num_rounds = collectives.num_rounds(step, index)
-
-    def work(frame: _Frame) -> None:
-        num_met = 0
-
-        def meet(part: Any) -> Exchange:
-            nonlocal num_met
-            key = (number, members[0], num_met)
-            num_met += 1
-            exchange = frame.call.exchange(key, size, size)
-            exchange.post(member, part)
-            return exchange
-
-        def gather(part: Any) -> list[Any] | Failure:
-            exchange = meet(part)
-            if not exchange.wait(frame.state.stopping):
-                return stopped_failure()
-            return next((p for p in exchange.parts if type(p) is Failure), exchange.parts)
-
-        part = frame.slots[instruction.input]
-        if type(part) is Failure:
-            # Peers that see a failure in the first round do not start a second one.
-            meet(part)
-            frame.store(instruction.output, part)
-            return
-        try:
-            result = collectives.run_collective(step, index, _plain(part), gather)
-        except Exception as error:
-            failure = _failure(program_of(frame), instruction.origin, frame, error)
-            while num_met < num_rounds:
-                meet(failure)
-            result = failure
-        frame.store(instruction.output, result)
-
-    return work
+def _met(
+    frame: _Frame, meeting: Meeting, key: tuple[Any, ...], round: Round, part: Any
+) -> Sequence[Any]:
+    """The parts of the group, where the round takes a piece of them."""
+    if not meeting.visitors:
+        return [part]
+    exchange = _show(frame, meeting, key, part)
+    taken = [p.member for p in round.pieces]
+    while not exchange.wait(taken, 0.2):
+        if frame.state.stopping.is_set():
+            return [stopped_failure()]
+    parts: list[Any] = [None] * len(exchange)
+    for member in taken:
+        parts[member] = exchange.get(member)
+    return parts
 
 
-def program_of(frame: _Frame) -> LocalProgram:
-    """Returns the program that a frame runs."""
-    return frame.call.executable.program
+def _show(frame: _Frame, meeting: Meeting, key: tuple[Any, ...], part: Any) -> Shards:
+    exchange = frame.call.exchange(key, len(meeting.group), len(meeting.visitors))
+    if meeting.member is not None:
+        exchange.set(meeting.member, part)
+    return exchange
 
 
-def _plain(part: torch.Tensor) -> torch.Tensor:
-    return part.resolve_conj().resolve_neg()
-
-
-def _transfer_work(step: Step, number: int, instruction: LocalStep, device: Device) -> Action:
-    source, target = step.source.mesh, step.target.mesh
-    sender = source.devices.index(device) if device in source.devices else None
-    receiver = target.devices.index(device) if device in target.devices else None
-    visits = len({*source.devices, *target.devices})
-    size = len(source.devices)
-
-    def work(frame: _Frame) -> None:
-        exchange = frame.call.exchange((number, "transfer"), size, visits)
-        if sender is not None:
-            part = frame.slots[instruction.input]
-            exchange.post(sender, part if type(part) is Failure else _plain(part))
-        if receiver is not None:
-            arrived = exchange.wait(frame.state.stopping)
-            parts = exchange.parts if arrived else [stopped_failure()] * size
-            frame.store(instruction.output, collectives.run_transfer(step, receiver, parts))
-
-    return work
+def _plain(part: Any) -> Any:
+    return part if type(part) is Failure else part.resolve_conj().resolve_neg()
 
 
 def stopped_failure() -> Failure:

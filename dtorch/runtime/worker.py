@@ -14,15 +14,17 @@ import os
 import pathlib
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from ..errors import DTorchError, ShutdownError
 from ..mesh import Device
+from ..program import SourceLine
 from . import executor
-from .executor import Call, DeviceState
-from .future import Failure, Handle, wait_all
+from .executor import Call, DeviceState, Executable
+from .shards import Failure, Shards
 
 
 class Worker:
@@ -30,13 +32,13 @@ class Worker:
 
     def __init__(self, device: Device, stopping: threading.Event) -> None:
         self._state = DeviceState(device, stopping)
-        self._queue: queue.SimpleQueue[Call | Handle | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Call | tuple[Shards, int] | None] = queue.SimpleQueue()
         self._num_threads = 0
         self._thread = threading.Thread(target=self._run, name=f"dtorch-{device}", daemon=True)
         self._thread.start()
 
-    def submit(self, item: Call | Handle | None) -> None:
-        """Queues a call, a handle to set when the queue gets there, or the end."""
+    def submit(self, item: Call | tuple[Shards, int] | None) -> None:
+        """Queues a call, a part to set when the queue gets there, or the end."""
         self._queue.put(item)
 
     def join(self) -> None:
@@ -47,8 +49,9 @@ class Worker:
         _on_worker.active = True
         with torch.inference_mode():
             while (item := self._queue.get()) is not None:
-                if isinstance(item, Handle):
-                    item.set(None)
+                if isinstance(item, tuple):
+                    mark, index = item
+                    mark.set(index, None)
                 elif self._state.stopping.is_set():
                     _abandon(item)
                 else:
@@ -64,7 +67,7 @@ class Worker:
             self._num_threads = count
 
 
-def _thread_setters() -> list[Callable[[int], object]]:
+def thread_setters() -> list[Any]:
     """The calls that set the threads of the calling thread alone, where torch's library has them.
 
     Where it has none, worker threads keep the number that torch gives every new thread.
@@ -75,7 +78,7 @@ def _thread_setters() -> list[Callable[[int], object]]:
     return [getattr(lib, n) for lib in libraries for n in names if hasattr(lib, n)]
 
 
-_setters = _thread_setters()
+_setters = thread_setters()
 
 
 def _set_thread_local_threads(count: int) -> None:
@@ -86,7 +89,7 @@ def _set_thread_local_threads(count: int) -> None:
 _forked = False
 
 
-def _start_client_team() -> None:
+def start_client_team() -> None:
     """Runs one parallel loop on the client, so that OpenMP knows more threads than cores.
 
     libgomp otherwise spins for milliseconds in the barriers of a worker's team, which made an
@@ -97,10 +100,10 @@ def _start_client_team() -> None:
 
 def _abandon(call: Call) -> None:
     failure = executor.stopped_failure()
-    for handles in call.outputs:
-        for handle in handles:
-            if not handle.is_ready:
-                handle.set(failure)
+    for shards in call.outputs:
+        for index in range(len(shards)):
+            if not shards.is_ready((index,)):
+                shards.set(index, failure)
 
 
 class _Pool:
@@ -115,7 +118,7 @@ class _Pool:
         worker = self.workers.get(device)
         if worker is None:
             if not self.workers and not _forked:
-                _start_client_team()
+                start_client_team()
             worker = self.workers[device] = Worker(device, self.stopping)
         return worker
 
@@ -143,15 +146,35 @@ def check_not_on_worker(what: str) -> None:
         raise DTorchError(f"{what} from a dtorch worker thread would wait for itself.")
 
 
-def submit(call: Call) -> None:
-    """Queues a call on every device that takes part. Does not wait."""
+def submit(
+    executable: Executable,
+    inputs: Sequence[Shards],
+    scalars: Sequence[Any],
+    site: SourceLine | None,
+) -> list[Shards]:
+    """Queues a program on every device that takes part. Does not wait.
+
+    Args:
+        executable: What runs.
+        inputs: The shards of each input.
+        scalars: The run-time scalars.
+        site: The user's line that makes the call.
+
+    Returns:
+        The shards of each output, which are pending.
+    """
     check_not_on_worker("submitting work")
+    program = executable.program
+    outputs = [Shards.pending(len(mesh.devices)) for _, mesh in program.outputs]
+    num_threads = max(1, torch.get_num_threads() // max(1, len(program.devices)))
+    call = Call(executable, inputs, outputs, scalars, num_threads, site)
     with _pool.lock:
         if _pool.stopping.is_set():
             _abandon(call)
-            return
-        for device in call.executable.program.devices:
-            _pool.worker(device).submit(call)
+        else:
+            for device in program.devices:
+                _pool.worker(device).submit(call)
+    return outputs
 
 
 def synchronize(devices: Iterable[Device] | None = None) -> None:
@@ -167,11 +190,10 @@ def synchronize(devices: Iterable[Device] | None = None) -> None:
     check_not_on_worker("synchronizing")
     with _pool.lock:
         chosen = list(_pool.workers) if devices is None else list(devices)
-        marks = []
-        for device in chosen:
-            marks.append(Handle())
-            _pool.worker(device).submit(marks[-1])
-    wait_all(marks)
+        marks = Shards.pending(len(chosen))
+        for index, device in enumerate(chosen):
+            _pool.worker(device).submit((marks, index))
+    marks.wait(range(len(marks)))
 
 
 def _before_fork() -> None:
@@ -201,11 +223,16 @@ def _after_fork_in_child() -> None:
     )
     failure = Failure(message, ShutdownError(message))
     for item in gc.get_objects():
-        if type(item) is Handle and not item.is_ready:
-            item.value = failure
+        if type(item) is Shards:
+            item.abandon(failure)
 
 
-atexit.register(lambda: _pool.stop())
+def stop() -> None:
+    """Ends the workers; what was still queued becomes a `ShutdownError` for whoever waits."""
+    _pool.stop()
+
+
+atexit.register(stop)
 os.register_at_fork(
     before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
 )

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from layouts import AVG, PAIR, SUM, R, S, case, spread, sweep, values
 
 import dtorch
-from dtorch.runtime.future import Handle
+from dtorch.runtime import Shards
 from dtorch.spec import Spec
 from dtorch.tensor import Tensor
 
@@ -91,7 +91,7 @@ def test_a_partial_argument_meets_inf_as_a_whole():
     """The parts 3 and -2 of a one, times inf, would cancel to nan."""
     one, whole = torch.ones(1, 1), torch.full((1, 1), float("inf"))
     spec = Spec.of((1, 1), torch.float32, PAIR, (SUM,))
-    p = Tensor._of(spec, (Handle(3 * one), Handle(-2 * one)))
+    p = Tensor._of(spec, Shards([3 * one, -2 * one]))
     for product in (torch.mm, torch.matmul, F.linear, torch.ops.dtorch.fold_mm):
         assert product(p, whole).tolist() == product(whole, p).tolist() == [[float("inf")]]
     assert torch.bmm(p[None], whole[None]).tolist() == [[[float("inf")]]]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from layouts import AVG, MAX, PAIR, SUM, R, S, case, spread, sweep, values
 
 import dtorch
-from dtorch.runtime.future import Handle
+from dtorch.runtime import Shards
 from dtorch.spec import Spec
 from dtorch.tensor import Tensor
 
@@ -173,7 +173,7 @@ def _parts(first, second, dtype=torch.float32):
     """A partial sum of two given parts."""
     parts = [torch.tensor(p, dtype=dtype) for p in (first, second)]
     spec = Spec.of(parts[0].shape, dtype, PAIR, (SUM,))
-    return Tensor._of(spec, tuple(Handle(p) for p in parts))
+    return Tensor._of(spec, Shards(list(parts)))
 
 
 @pytest.mark.parametrize(

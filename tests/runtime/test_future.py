@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 import dtorch
 from dtorch import Partial, Replicate, Shard
 from dtorch.errors import DTorchError, WorkerError
-from dtorch.runtime.future import Failure, Handle, wait_all, when_all_ready
+from dtorch.runtime import Failure, Shards
 
 pytestmark = pytest.mark.timeout(60)
 TWO = dtorch.DeviceMesh("cpu", [0, 1])
@@ -36,14 +37,14 @@ def failed() -> dtorch.Tensor:
 
 def blocked(mesh: dtorch.DeviceMesh) -> tuple[dtorch.Tensor, Callable[[], None]]:
     """A tensor that is not ready until the returned function is called."""
-    handles = [Handle() for _ in mesh.devices]
+    shards = Shards.pending(len(mesh.devices))
     spec = dtorch.ones(2, device_mesh=mesh)._spec
 
     def release() -> None:
-        for handle in handles:
-            handle.set(torch.ones(2))
+        for index in range(len(shards)):
+            shards.set(index, torch.ones(2))
 
-    return dtorch.Tensor._of(spec, tuple(handles)), release
+    return dtorch.Tensor._of(spec, shards), release
 
 
 def test_get() -> None:
@@ -352,33 +353,46 @@ def test_each_raise_is_a_new_exception() -> None:
     assert errors[0] is not errors[1]
 
 
-# -- handles -------------------------------------------------------------------------------
+# -- shards --------------------------------------------------------------------------------
 
 
-def test_a_handle_wakes_each_waiter_once() -> None:
-    handle, woken = Handle(), []
-    handle.when_ready(lambda: woken.append(1))
-    handle.when_ready(lambda: woken.append(2))
-    assert woken == [] and not handle.is_ready
-    handle.set(torch.ones(1))
-    assert woken == [1, 2]
-    handle.when_ready(lambda: woken.append(3))
-    assert woken == [1, 2, 3]
+def test_shards_wake_each_waiter_once() -> None:
+    shards = Shards.pending(2)
+    woken: queue.SimpleQueue[int] = queue.SimpleQueue()
+    shards.when_ready((0,), lambda: woken.put(1))
+    shards.when_ready((0, 1), lambda: woken.put(2))
+    assert woken.empty() and not shards.is_ready((0,))
+    shards.set(0, torch.ones(1))
+    assert woken.get(timeout=10) == 1
+    shards.set(1, torch.ones(1))
+    assert woken.get(timeout=10) == 2
+    shards.when_ready((1, 0), lambda: woken.put(3))
+    assert woken.get(timeout=10) == 3
+    assert woken.empty()
 
 
-def test_a_handle_set_while_others_register_misses_nobody() -> None:
+def test_a_waiter_that_was_taken_back_is_not_woken() -> None:
+    shards, woken = Shards.pending(1), threading.Event()
+    forget = shards.when_ready((0,), woken.set)
+    forget()
+    forget()
+    shards.set(0, torch.ones(1))
+    assert not woken.wait(0.05)
+
+
+def test_shards_set_while_others_register_miss_nobody() -> None:
     for _ in range(200):
-        handles, counts = [Handle() for _ in range(4)], []
-        threads = [threading.Thread(target=h.set, args=(0,)) for h in handles]
+        shards, woken = Shards.pending(4), threading.Event()
+        threads = [threading.Thread(target=shards.set, args=(i, torch.ones(1))) for i in range(4)]
         for thread in threads[:2]:
             thread.start()
-        when_all_ready(handles, lambda counts=counts: counts.append(1))
+        shards.when_ready(range(4), woken.set)
         for thread in threads[2:]:
             thread.start()
-        assert wait_all(handles, 10)
+        assert shards.wait(range(4), 10)
         for thread in threads:
             thread.join()
-        assert counts == [1]
+        assert woken.wait(10)
 
 
 def test_a_failure_keeps_the_type_of_dtorchs_own_errors() -> None:

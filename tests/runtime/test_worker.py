@@ -69,7 +69,8 @@ def test_one_device_fails_while_its_peers_wait_in_a_collective(
     assert f"IndexError on {mesh.devices[-1]}: index out of range" in message
     assert "embedding" in message and f"{__file__}:{number} in failing_on_one" in message
     assert isinstance(caught.value.__cause__, IndexError)
-    assert caught.value.__cause__.__traceback__ is not None
+    if dtorch.runtime.EXECUTOR == "python":  # the native one has no Python frames
+        assert caught.value.__cause__.__traceback__ is not None
     assert (
         dtorch.ones(4, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim) + 1
     ).sum().item() == 8
@@ -519,8 +520,8 @@ def test_submitting_after_the_end_fails_at_the_fetch() -> None:
         except dtorch.errors.ShutdownError as error:
             print("late:", str(error)[:33])
     x = dtorch.ones(3, device_mesh=mesh)
-    import dtorch.runtime.worker as worker
-    worker._pool.stop()
+    import dtorch.runtime
+    dtorch.runtime.stop()
     late()
     """
     assert run(code) == "late: the dtorch workers were stopped b\n"

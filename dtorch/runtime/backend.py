@@ -1,0 +1,64 @@
+"""Which executor runs programs: the native one, or the portable one where it cannot be built.
+
+The environment variable ``DTORCH_EXECUTOR`` chooses: ``native`` (an error where it cannot be
+built) or ``python``. Gives `Shards`, `Executable` and the functions of the chosen executor.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from ..errors import DTorchError
+from .native.build import BuildError
+
+VARIABLE = "DTORCH_EXECUTOR"
+
+
+def _choose() -> str:
+    wanted = os.environ.get(VARIABLE)
+    if wanted not in (None, "", "native", "python"):
+        raise DTorchError(f"{VARIABLE}={wanted!r}: expected 'native' or 'python'.")
+    if wanted == "python":
+        return "python"
+    try:
+        from .native import executor  # noqa: F401 (builds it)
+    except BuildError as error:
+        if wanted == "native":
+            raise DTorchError(f"{VARIABLE}=native, but {error}.") from error
+        print(
+            f"dtorch: using the Python executor, which is slower: {error}. "
+            f"{VARIABLE}=python silences this.",
+            file=sys.stderr,
+        )
+        return "python"
+    return "native"
+
+
+EXECUTOR = _choose()
+"""``"native"`` or ``"python"``."""
+
+if TYPE_CHECKING or EXECUTOR == "python":
+    from .executor import Executable
+    from .shards import Shards
+    from .worker import check_not_on_worker, stop, submit, synchronize
+else:
+    from .native.executor import (
+        Executable,
+        Shards,
+        check_not_on_worker,
+        stop,
+        submit,
+        synchronize,
+    )
+
+__all__ = [
+    "EXECUTOR",
+    "Executable",
+    "Shards",
+    "check_not_on_worker",
+    "stop",
+    "submit",
+    "synchronize",
+]

@@ -1,0 +1,20 @@
+// What the Python side of the native part shares: handing over parts and failures.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "executor.h"
+
+namespace dtorch {
+
+namespace py = pybind11;
+
+py::object to_python(const Part& part);
+std::vector<int> to_indices(const py::handle& sequence);
+// A run-time scalar: a Python float, int or bool.
+c10::IValue to_scalar(PyObject* value);
+// The user's line that is running: the innermost frame outside of the libraries.
+Site user_site();
+void bind_eager(py::module_& module);
+
+}  // namespace dtorch

@@ -1,0 +1,554 @@
+#include "executor.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
+#include <ATen/ScalarOps.h>
+#include <c10/core/InferenceMode.h>
+#include <pthread.h>
+
+#include <thread>
+#include <unordered_map>
+
+namespace dtorch {
+
+namespace {
+
+thread_local bool this_is_a_worker = false;
+std::vector<void (*)(int)> thread_setters;
+std::atomic<bool> stopping{false};
+FailurePtr stopped_failure;
+
+// -- one run of a program on one device ------------------------------------------------------
+
+// The slots and failures of a run; a worker keeps one and uses it again.
+struct Frame {
+  Call* call;
+  const Program* program;
+  int device;
+  std::vector<c10::IValue> slots;
+  std::vector<FailurePtr> failures;  // empty until something has failed
+  torch::jit::Stack stack;
+  at::Generator generator;
+
+  void begin(Call* c, int position) {
+    call = c;
+    program = c->program.get();
+    device = position;
+    slots.clear();
+    slots.resize(program->num_slots);
+    failures.clear();
+  }
+
+  void store(int slot, Part part) {
+    if (part.failure) {
+      failures.resize(program->num_slots);
+      failures[slot] = std::move(part.failure);
+    } else {
+      slots[slot] = std::move(part.tensor);
+    }
+  }
+
+  Part part(int slot) const {
+    if (!failures.empty() && failures[slot]) return {at::Tensor(), failures[slot]};
+    return {slots[slot].isNone() ? at::Tensor() : slots[slot].toTensor(), nullptr};
+  }
+
+  FailurePtr failed(const std::vector<int>& reads) const {
+    if (failures.empty()) return nullptr;
+    for (int slot : reads) {
+      if (failures[slot]) return failures[slot];
+    }
+    return nullptr;
+  }
+
+  void free(const std::vector<int>& unused) {
+    for (int slot : unused) {
+      slots[slot] = c10::IValue();
+      if (!failures.empty()) failures[slot].reset();
+    }
+  }
+
+  FailurePtr failure(const Instruction& instruction) const {
+    auto found = std::make_shared<Failure>();
+    found->error = std::current_exception();
+    found->program = call->program;
+    found->origin = instruction.origin;
+    found->device = device;
+    found->site = call->site;
+    return found;
+  }
+};
+
+c10::IValue scalar_as(const c10::IValue& scalar, c10::TypeKind wanted) {
+  if (wanted == c10::TypeKind::FloatType && scalar.isInt()) return double(scalar.toInt());
+  if (wanted != c10::TypeKind::TensorType) return scalar;
+  // A number where an operation takes a tensor does not decide the result's dtype.
+  at::Tensor tensor = c10::scalar_to_tensor(scalar.toScalar());
+  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return tensor;
+}
+
+c10::IValue value_of(const Argument& argument, Frame& frame, int place) {
+  switch (argument.kind) {
+    case Argument::kConstant:
+      return argument.value;
+    case Argument::kSlot: {
+      const c10::IValue& value = frame.slots[argument.index];
+      return value.isTensor() && !value.toTensor().defined() ? c10::IValue() : value;
+    }
+    case Argument::kScalar:
+      return scalar_as(frame.call->scalars[argument.index], argument.type->kind());
+    case Argument::kPerDevice:
+      return value_of(argument.items[place], frame, place);
+    case Argument::kList: {
+      c10::impl::GenericList list(argument.type);
+      list.reserve(argument.items.size());
+      for (const Argument& item : argument.items) list.push_back(value_of(item, frame, place));
+      return list;
+    }
+    case Argument::kGenerator:
+      return frame.generator;
+  }
+  return {};
+}
+
+void take_results(Frame& frame, const Instruction& instruction) {
+  size_t next = 0;
+  auto take = [&](c10::IValue value) {
+    int slot = instruction.outputs.at(next++);
+    if (slot >= 0) frame.slots[slot] = std::move(value);
+  };
+  for (c10::IValue& value : frame.stack) {
+    if (value.isList()) {
+      for (const c10::IValue& item : value.toListRef()) take(item);
+    } else {
+      take(std::move(value));
+    }
+  }
+}
+
+void run_operation(Frame& frame, const Instruction& instruction, int place) {
+  FailurePtr failed = frame.failed(instruction.reads);
+  if (!failed) {
+    try {
+      frame.stack.clear();
+      if (instruction.state_before >= 0) {
+        if (!frame.generator.defined()) {
+          frame.generator = at::make_generator<at::CPUGeneratorImpl>();
+        }
+        frame.generator.set_state(frame.slots[instruction.state_before].toTensor().clone());
+      }
+      for (const Argument& argument : instruction.args) {
+        frame.stack.push_back(value_of(argument, frame, place));
+      }
+      instruction.op->callBoxed(frame.stack);
+      take_results(frame, instruction);
+      if (instruction.state_after >= 0) {
+        frame.slots[instruction.state_after] = frame.generator.get_state();
+      }
+    } catch (...) {
+      failed = frame.failure(instruction);
+    }
+    frame.stack.clear();
+  }
+  if (failed) {
+    for (int slot : instruction.outputs) {
+      if (slot >= 0) frame.store(slot, {at::Tensor(), failed});
+    }
+    if (instruction.state_after >= 0) frame.store(instruction.state_after, {at::Tensor(), failed});
+  }
+}
+
+// -- steps of a redistribution -----------------------------------------------------------------
+
+at::Tensor cut(at::Tensor part, const std::vector<Cut>& cuts) {
+  for (const Cut& c : cuts) part = part.narrow(c.dim, c.start, c.length);
+  return part;
+}
+
+at::Tensor average(const std::vector<at::Tensor>& parts) {
+  at::ScalarType type = parts[0].scalar_type();
+  bool whole = c10::isIntegralType(type, /*includeBool=*/true);
+  auto wide = whole ? at::kLong : c10::promoteTypes(type, at::kFloat);
+  at::Tensor total = parts[0].to(wide, /*non_blocking=*/false, /*copy=*/true);
+  for (size_t i = 1; i < parts.size(); i++) total.add_(parts[i]);
+  int64_t count = int64_t(parts.size());
+  return (whole ? at::floor_divide(total, count) : total.div(count)).to(type);
+}
+
+// In the order of the group, on every device alike, into a new tensor.
+at::Tensor reduce(const std::vector<at::Tensor>& parts, const std::string& op) {
+  if (parts.size() == 1) return parts[0].clone();
+  if (op == "avg") return average(parts);
+  if (op == "sum") {
+    at::Tensor total = at::add(parts[0], parts[1]);
+    for (size_t i = 2; i < parts.size(); i++) total.add_(parts[i]);
+    return total;
+  }
+  at::Tensor result = parts[0];
+  for (size_t i = 1; i < parts.size(); i++) {
+    result = op == "max" ? at::maximum(result, parts[i]) : at::minimum(result, parts[i]);
+  }
+  return result;
+}
+
+// What adds nothing to a sum: negative zeros, where there are any.
+at::Tensor nothing(const std::vector<int64_t>& shape, const at::TensorOptions& options) {
+  auto type = c10::typeMetaToScalarType(options.dtype());
+  at::Scalar zero = c10::isFloatingType(type)    ? at::Scalar(-0.0)
+                    : c10::isComplexType(type) ? at::Scalar(c10::complex<double>(-0.0, -0.0))
+                                                 : at::Scalar(0);
+  return at::full(shape, zero, options);
+}
+
+at::Tensor join(const Round& round, const Meeting& meeting, const std::vector<Part>& parts) {
+  std::vector<at::Tensor> taken;
+  for (size_t i = 0; i < round.pieces.size(); i++) {
+    taken.push_back(cut(parts[i].tensor, round.pieces[i].cuts));
+  }
+  switch (round.join) {
+    case Join::kSame:
+      return taken[0].to(meeting.options.device());
+    case Join::kCopy:
+      return taken[0].to(meeting.options.device()).clone();
+    case Join::kConcatenate:
+      return at::cat(taken, round.dim);
+    case Join::kReduce:
+      return reduce(taken, round.op);
+    case Join::kPlace:
+      break;
+  }
+  at::Tensor result = nothing(round.shape, meeting.options);
+  for (size_t i = 0; i < taken.size(); i++) cut(result, round.pieces[i].place).copy_(taken[i]);
+  return result;
+}
+
+Shards& arrive(Exchange& exchange, const Meeting& meeting) {
+  Shards* found = exchange.shards.load(std::memory_order_acquire);
+  if (!found) {
+    auto made = std::make_unique<Shards>(meeting.size);
+    if (exchange.shards.compare_exchange_strong(found, made.get())) found = made.release();
+  }
+  return *found;
+}
+
+void leave(Exchange& exchange, const Meeting& meeting) {
+  if (exchange.left.fetch_add(1, std::memory_order_acq_rel) + 1 == meeting.visitors) {
+    delete exchange.shards.exchange(nullptr);
+  }
+}
+
+// Shows a part to the group and returns what the round takes from it.
+std::vector<Part> meet(Frame& frame, const Meeting& meeting, int number, const Part& part) {
+  static const std::vector<int> nobody;
+  const bool receives = !meeting.rounds.empty();
+  const auto& members = receives ? meeting.rounds[number].members : nobody;
+  if (meeting.visitors == 0) return std::vector<Part>(members.size(), part);
+  Exchange& exchange = frame.call->exchanges[meeting.exchange + number];
+  Shards& shown = arrive(exchange, meeting);
+  if (meeting.member >= 0) shown.set(meeting.member, part);
+  std::vector<Part> taken;
+  while (!shown.wait(members, 0.2)) {
+    if (stopping) {
+      taken.push_back({at::Tensor(), stopped_failure});
+      break;
+    }
+  }
+  if (taken.empty()) {
+    for (int member : members) taken.push_back(shown.get(member));
+  }
+  leave(exchange, meeting);
+  return taken;
+}
+
+Part plain(Part part) {
+  if (part.tensor.defined()) part.tensor = part.tensor.resolve_conj().resolve_neg();
+  return part;
+}
+
+void run_step(Frame& frame, const Instruction& instruction) {
+  const Meeting& meeting = instruction.meetings[frame.device];
+  Part part;
+  if (meeting.member >= 0) part = plain(frame.part(instruction.reads[0]));
+  if (meeting.rounds.empty()) {
+    meet(frame, meeting, 0, part);
+    return;
+  }
+  for (size_t number = 0; number < meeting.rounds.size(); number++) {
+    std::vector<Part> taken = meet(frame, meeting, int(number), part);
+    part = Part();
+    for (const Part& p : taken) {
+      if (p.failure) part.failure = part.failure ? part.failure : p.failure;
+    }
+    // The peers have seen it too, and start no other round either.
+    if (part.failure) break;
+    try {
+      part.tensor = join(meeting.rounds[number], meeting, taken);
+    } catch (...) {
+      part.failure = frame.failure(instruction);
+    }
+  }
+  frame.store(instruction.outputs[0], std::move(part));
+}
+
+void run(Call& call, int device, Frame& frame) {
+  frame.begin(&call, device);
+  const Program& program = *call.program;
+  for (size_t i = 0; i < program.inputs.size(); i++) {
+    const Port& port = program.inputs[i];
+    if (port.places[device] >= 0) {
+      frame.store(port.slot, call.inputs[i]->get(port.places[device]));
+    }
+  }
+  // From here on the slots alone keep the inputs, so that they are freed at their last use.
+  if (call.loaded.fetch_add(1, std::memory_order_acq_rel) + 1 == int(program.devices.size())) {
+    call.inputs.clear();
+  }
+  for (const Instruction& instruction : program.instructions) {
+    if (instruction.op) {
+      int place = instruction.places[device];
+      if (place < 0) continue;
+      run_operation(frame, instruction, place);
+    } else {
+      if (!instruction.meetings[device].takes_part) continue;
+      run_step(frame, instruction);
+    }
+    frame.free(instruction.frees);
+  }
+  for (size_t i = 0; i < program.outputs.size(); i++) {
+    const Port& port = program.outputs[i];
+    if (port.places[device] >= 0) call.outputs[i]->set(port.places[device], frame.part(port.slot));
+  }
+  frame.slots.clear();
+  frame.failures.clear();
+}
+
+void abandon(Call& call, int device) {
+  if (!call.program) return call.outputs[0]->set(device, Part());
+  for (size_t i = 0; i < call.program->outputs.size(); i++) {
+    int place = call.program->outputs[i].places[device];
+    if (place >= 0) call.outputs[i]->set(place, {at::Tensor(), stopped_failure});
+  }
+}
+
+}  // namespace
+
+Exchange::~Exchange() { delete shards.load(); }
+
+// -- workers -------------------------------------------------------------------------------
+
+class Worker {
+ public:
+  explicit Worker(const std::string& device) : thread_([this, device] { work(device); }) {}
+
+  // Queues a call, in which this worker's device has a place. Returns whether it has to be woken.
+  bool push(CallPtr call, int position) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    queue_.push_back({std::move(call), position});
+    length_.store(queue_.size(), std::memory_order_release);
+    return sleeping_;
+  }
+
+  // Wakes the worker if it sleeps, which then wakes `others`; returns whether it did sleep.
+  bool wake(std::vector<Worker*> others) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!sleeping_) return false;
+      sleeping_ = false;
+      to_wake_ = std::move(others);
+    }
+    woken_.notify_one();
+    return true;
+  }
+
+  void end() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ended_ = true;
+      sleeping_ = false;
+    }
+    woken_.notify_one();
+    thread_.join();
+  }
+
+ private:
+  struct Item {
+    CallPtr call;
+    int position;
+  };
+
+  void work(const std::string& device);
+  bool next(std::vector<Item>& batch);
+  void set_num_threads(int count);
+
+  std::mutex mutex_;
+  std::condition_variable woken_;
+  std::vector<Item> queue_;
+  std::atomic<size_t> length_{0};
+  std::vector<Worker*> to_wake_;
+  bool sleeping_ = false, ended_ = false;
+  int num_threads_ = 0;
+  std::thread thread_;
+};
+
+// Wakes workers that sleep. The caller wakes a few, each of which wakes some of the others.
+static void wake_all(std::vector<Worker*> asleep) {
+  while (!asleep.empty()) {
+    Worker* first = asleep.back();
+    asleep.pop_back();
+    size_t half = asleep.size() > 1 ? asleep.size() / 2 : 0;
+    std::vector<Worker*> others(asleep.end() - half, asleep.end());
+    if (first->wake(others)) asleep.resize(asleep.size() - half);
+  }
+}
+
+bool Worker::next(std::vector<Item>& batch) {
+  spin([&] { return length_.load(std::memory_order_acquire) > 0; });
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (queue_.empty() && !ended_) {
+    sleeping_ = true;
+    woken_.wait(lock, [&] { return !sleeping_; });
+    if (!to_wake_.empty()) {
+      std::vector<Worker*> others = std::move(to_wake_);
+      to_wake_.clear();
+      lock.unlock();
+      wake_all(std::move(others));
+      lock.lock();
+    }
+  }
+  batch.swap(queue_);
+  length_.store(0, std::memory_order_release);
+  return !batch.empty();
+}
+
+void Worker::work(const std::string& device) {
+  this_is_a_worker = true;
+  pthread_setname_np(pthread_self(), ("dtorch-" + device).substr(0, 15).c_str());
+  c10::InferenceMode inference(true);
+  Frame frame;
+  std::vector<Item> batch;
+  while (next(batch)) {
+    for (Item& item : batch) {
+      if (stopping || !item.call->program) {
+        abandon(*item.call, item.position);
+      } else {
+        set_num_threads(item.call->num_threads);
+        run(*item.call, item.position, frame);
+      }
+      item.call.reset();
+    }
+    batch.clear();
+  }
+}
+
+// Of this thread alone: torch's own call would also change what other threads start with.
+void Worker::set_num_threads(int count) {
+  if (count == num_threads_) return;
+  at::get_num_threads();  // makes ATen initialise this thread first
+  for (auto setter : thread_setters) setter(count);
+  num_threads_ = count;
+}
+
+namespace {
+
+struct Pool {
+  std::unordered_map<std::string, std::unique_ptr<Worker>> workers;
+  unsigned number = 1;
+
+  Worker* worker(const std::string& device) {
+    auto& found = workers[device];
+    if (!found) {
+      found = std::make_unique<Worker>(device);
+    }
+    return found.get();
+  }
+};
+// Never destroyed: the workers of a process that exits are ended by `stop`.
+Pool* pool = new Pool();
+std::mutex* submission = new std::mutex();
+
+}  // namespace
+
+CallPtr new_call(ProgramPtr program) {
+  auto call = c10::make_intrusive<Call>();
+  int count = std::max<int>(1, int(program->devices.size()));
+  call->num_threads = std::max(1, at::get_num_threads() / count);
+  for (const Port& port : program->outputs) {
+    call->outputs.push_back(c10::make_intrusive<Shards>(port.mesh_size));
+  }
+  if (program->num_exchanges > 0) {
+    call->exchanges = std::make_unique<Exchange[]>(program->num_exchanges);
+  }
+  call->program = std::move(program);
+  return call;
+}
+
+void submit(CallPtr call) {
+  std::vector<Worker*> asleep;
+  const Program& program = *call->program;
+  {
+    std::lock_guard<std::mutex> lock(*submission);
+    if (stopping) {
+      for (size_t i = 0; i < program.devices.size(); i++) abandon(*call, int(i));
+      return;
+    }
+    if (program.pool != pool->number) {
+      program.workers.clear();
+      for (const auto& device : program.devices) program.workers.push_back(pool->worker(device));
+      program.pool = pool->number;
+    }
+    int position = 0;
+    for (Worker* worker : program.workers) {
+      if (worker->push(call, position++)) asleep.push_back(worker);
+    }
+  }
+  wake_all(std::move(asleep));
+}
+
+ShardsPtr mark(const std::vector<std::string>& devices) {
+  auto call = c10::make_intrusive<Call>();
+  std::vector<Worker*> chosen, asleep;
+  std::lock_guard<std::mutex> lock(*submission);
+  if (devices.empty()) {
+    for (auto& entry : pool->workers) chosen.push_back(entry.second.get());
+  }
+  for (const auto& device : devices) chosen.push_back(pool->worker(device));
+  call->outputs.push_back(c10::make_intrusive<Shards>(chosen.size()));
+  int position = 0;
+  for (Worker* worker : chosen) {
+    if (worker->push(call, position++)) asleep.push_back(worker);
+  }
+  wake_all(std::move(asleep));
+  return call->outputs[0];
+}
+
+void stop(FailurePtr failure) {
+  std::unordered_map<std::string, std::unique_ptr<Worker>> ending;
+  {
+    std::lock_guard<std::mutex> lock(*submission);
+    if (!stopping) stopped_failure = std::move(failure);
+    stopping = true;
+    ending.swap(pool->workers);
+    pool->number++;
+  }
+  for (auto& entry : ending) entry.second->end();
+}
+
+bool on_worker() { return this_is_a_worker; }
+void set_thread_setters(std::vector<void (*)(int)> setters) { thread_setters = std::move(setters); }
+
+void before_fork() { submission->lock(); }
+void after_fork_in_parent() { submission->unlock(); }
+
+bool after_fork_in_child() {
+  // The parent's workers do not exist here; their objects are left alone.
+  bool used = !pool->workers.empty();
+  unsigned number = pool->number + 1;
+  pool = new Pool();
+  pool->number = number;
+  submission = new std::mutex();
+  return used;
+}
+
+}  // namespace dtorch

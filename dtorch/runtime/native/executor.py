@@ -1,0 +1,262 @@
+"""The native executor's Python side: the same programs, run by C++ threads without the interpreter lock.
+
+Gives what the portable one gives: `Shards`, `Executable`, `submit`, `synchronize`, `stop` and
+`check_not_on_worker`. This module hands the plain data of a local program to the C++ module.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+
+from ...errors import DTorchError, ShutdownError
+from ...lowering import LocalCall, LocalProgram, LocalStep, PerDevice, slots_read
+from ...mesh import Device, DeviceMesh
+from ...program import Ref, ScalarRef, SourceLine
+from ...source import is_library
+from .. import collectives
+from ..executor import failure_of, stopped_failure
+from ..shards import Borrowed, Failure, written_to
+from ..worker import start_client_team, thread_setters
+from .build import load
+
+native: Any = load()
+Shards: Any = native.Shards
+
+
+class Executable:
+    """A local program, handed over to C++."""
+
+    __slots__ = ("native", "program")
+
+    def __init__(self, program: LocalProgram) -> None:
+        self.program = program
+        self.native = _handed_over(program)
+
+
+def _handed_over(program: LocalProgram) -> Any:
+    places: dict[DeviceMesh, list[int]] = {}
+
+    def places_of(mesh: DeviceMesh) -> list[int]:
+        """For each device of the program, its index in a mesh, or -1."""
+        if mesh not in places:
+            index = {device: i for i, device in enumerate(mesh.devices)}
+            places[mesh] = [index.get(device, -1) for device in program.devices]
+        return places[mesh]
+
+    def ports(values: Iterable[tuple[int, DeviceMesh]]) -> list[Any]:
+        return [(slot, len(mesh.devices), places_of(mesh)) for slot, mesh in values]
+
+    made = native.Program(
+        program,
+        [str(device) for device in program.devices],
+        program.num_slots,
+        ports(program.inputs),
+        ports(program.outputs),
+    )
+    exchanges = _Exchanges()
+    for instruction in program.instructions:
+        if isinstance(instruction, LocalCall):
+            _add_operation(made, instruction, places_of(instruction.mesh))
+        else:
+            _add_step(made, instruction, program.devices, exchanges)
+    return made
+
+
+def _add_operation(made: Any, call: LocalCall, places: list[int]) -> None:
+    schema = call.op._schema
+    made.add_operation(
+        schema.name,
+        schema.overload_name,
+        call.args,
+        dict(call.kwargs),
+        places,
+        slots_read(call),
+        [-1 if slot is None else slot for slot in call.outputs],
+        call.frees,
+        call.draws or (-1, -1),
+        call.origin,
+    )
+
+
+class _Exchanges:
+    """Numbers for the rounds in which groups of devices meet."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def take(self, num_rounds: int) -> int:
+        self.count += num_rounds
+        return self.count - num_rounds
+
+
+def _add_step(
+    made: Any, instruction: LocalStep, devices: tuple[Device, ...], exchanges: _Exchanges
+) -> None:
+    meetings = [collectives.meeting(instruction.step, device) for device in devices]
+    num_rounds = max((len(m.rounds) for m in meetings if m is not None), default=0)
+    first: dict[Device, int] = {}
+    entries: list[Any] = []
+    for meeting in meetings:
+        if meeting is None:
+            entries.append(None)
+            continue
+        if meeting.group[0] not in first:
+            first[meeting.group[0]] = exchanges.take(num_rounds) if meeting.visitors else 0
+        entries.append((first[meeting.group[0]], meeting))
+    made.add_step(
+        instruction.input, instruction.output, instruction.frees, entries, instruction.origin
+    )
+
+
+# -- submission ----------------------------------------------------------------------------
+
+
+def check_not_on_worker(what: str) -> None:
+    """Raises if the calling thread is a worker, which must never wait for itself."""
+    if native.on_worker():
+        raise DTorchError(f"{what} from a dtorch worker thread would wait for itself.")
+
+
+def submit(
+    executable: Executable,
+    inputs: Sequence[Any],
+    scalars: Sequence[Any],
+    site: SourceLine | None = None,
+) -> list[Any]:
+    """Queues a program on every device that takes part. Does not wait.
+
+    Args:
+        executable: What runs.
+        inputs: The shards of each input.
+        scalars: The run-time scalars.
+        site: Not used: the C++ code finds the user's line.
+
+    Returns:
+        The shards of each output, which are pending.
+    """
+    check_not_on_worker("submitting work")
+    _start()
+    return native.submit(executable.native, inputs, scalars)
+
+
+def synchronize(devices: Iterable[Device] | None = None) -> None:
+    """Waits until everything submitted so far has run, on some devices or on all.
+
+    Failures are not raised here, but where a value that depends on them is fetched.
+
+    Args:
+        devices: The devices to wait for, such as ``mesh.devices``; None for all.
+
+    Blocking: until the queues that existed at the call are empty.
+    """
+    check_not_on_worker("synchronizing")
+    _start()
+    names = None if devices is None else [str(device) for device in devices]
+    if names != []:
+        marks = native.mark(names or [])
+        marks.wait(range(len(marks)))
+
+
+def _wake_loop() -> None:
+    """Calls what `when_ready` was given, for the workers, which never take the interpreter lock."""
+    while (wake := native.next_completion()) is not None:
+        wake()
+
+
+class _Once:
+    """What is done before the first use, and again in a forked child."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.done = False
+        self.forked = False
+        self.waker: threading.Thread | None = None
+
+
+_once = _Once()
+
+
+def _start() -> None:
+    if _once.done:
+        return
+    with _once.lock:
+        if not _once.done:
+            if not _once.forked:
+                start_client_team()
+            _once.done = True
+
+
+def stop() -> None:
+    """Ends the workers; what was still queued becomes a `ShutdownError` for whoever waits."""
+    native.stop(stopped_failure())
+    native.complete(None)
+    waker = _once.waker
+    if waker is not None and waker is not threading.current_thread():
+        waker.join()  # it must not be in C++ code when the interpreter ends
+
+
+def _describe(
+    program: LocalProgram,
+    origin: int,
+    device: str,
+    site: tuple[CodeType, int] | None,
+    error: BaseException,
+) -> Failure:
+    line = None
+    if site is not None:
+        code, number = site
+        line = SourceLine(code.co_filename, number, code.co_name)
+    return failure_of(program, origin, device, line, error)
+
+
+def _after_fork_in_child() -> None:
+    """As for the portable executor: no workers, no threads of OpenMP, nobody to wake."""
+    message = (
+        "this value was still being computed when the process was forked; the workers that "
+        "compute it belong to the parent.\n  Fix: fetch it, or call dtorch.synchronize(), "
+        "before the fork."
+    )
+    global _once
+    used = native.after_fork_in_child(Failure(message, ShutdownError(message)))
+    _once = _Once()
+    _start_waker()
+    if used:
+        _once.forked = True
+        torch.set_num_threads(1)
+
+
+def _start_waker() -> None:
+    _once.waker = threading.Thread(target=_wake_loop, name="dtorch-waker", daemon=True)
+    _once.waker.start()
+
+
+native.give(
+    {
+        "Ref": Ref,
+        "ScalarRef": ScalarRef,
+        "PerDevice": PerDevice,
+        "Failure": Failure,
+        "Borrowed": Borrowed,
+        "describe": _describe,
+        "is_library": is_library,
+        "written_to": written_to,
+    }
+)
+native.set_thread_setters(
+    [ctypes.cast(setter, ctypes.c_void_p).value for setter in thread_setters()]
+)
+_start_waker()
+atexit.register(stop)
+os.register_at_fork(
+    before=native.before_fork,
+    after_in_parent=native.after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)

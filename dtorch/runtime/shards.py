@@ -1,0 +1,177 @@
+"""`Shards`: the parts of one value, one for each device of its mesh.
+
+A part is pending, a local tensor, or a `Failure`. A worker sets it once; from then on it never
+changes. The worker that sets the last part that somebody waits for wakes them. This is the
+portable class; the native executor has one with the same methods (`runtime.backend` chooses).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import DTorchError, MutationError, WorkerError
+
+_PENDING = object()
+_waiting = threading.Lock()
+os.register_at_fork(
+    before=_waiting.acquire, after_in_parent=_waiting.release, after_in_child=_waiting.release
+)
+
+
+class Failure:
+    """Why a value could not be computed; it stands in the value's place and passes on."""
+
+    __slots__ = ("cause", "message")
+
+    def __init__(self, message: str, cause: BaseException) -> None:
+        self.message = message
+        self.cause = cause
+
+    def error(self) -> DTorchError:
+        """Returns a new exception to raise, with the kernel's own as its cause."""
+        if isinstance(self.cause, DTorchError):
+            return type(self.cause)(self.message)
+        error = WorkerError(self.message)
+        error.__cause__ = self.cause
+        return error
+
+
+class Borrowed:
+    """A part in memory that belongs to the caller, who must not write to it meanwhile.
+
+    Attributes:
+        part: The local tensor.
+        owner: The caller's tensor, whose version is watched.
+        version: The owner's version when it was handed over.
+    """
+
+    __slots__ = ("owner", "part", "version")
+
+    def __init__(self, part: torch.Tensor, owner: torch.Tensor) -> None:
+        self.part = part
+        self.owner = owner
+        self.version = owner._version
+
+
+def written_to() -> Failure:
+    """Returns what a borrowed part is once its owner has been written to."""
+    message = (
+        "a torch tensor that dtorch reads in place (copy=False, or captured by a jitted "
+        "function) was written to after it was handed over. Fix: pass a copy."
+    )
+    return Failure(message, MutationError(message))
+
+
+class _Waiter:
+    """Calls `wake` once a number of parts have been set."""
+
+    __slots__ = ("missing", "wake")
+
+    def __init__(self, missing: set[int], wake: Callable[[], None]) -> None:
+        self.missing = missing
+        self.wake = wake
+
+
+class Shards:
+    """The parts of a value, one for each device of its mesh, in the mesh's order.
+
+    Args:
+        parts: Local tensors, `Failure`s, or `Borrowed` memory.
+    """
+
+    __slots__ = ("__weakref__", "_parts", "_waiters")
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = list(parts)
+        self._waiters: list[_Waiter] | None = None
+
+    @staticmethod
+    def pending(count: int) -> Shards:
+        """Returns parts that workers are going to set."""
+        return Shards([_PENDING] * count)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def get(self, index: int) -> Any:
+        """Returns a part that is ready: a local tensor or a `Failure`."""
+        part = self._parts[index]
+        if type(part) is Borrowed:
+            return part.part if part.owner._version == part.version else written_to()
+        return part
+
+    def is_ready(self, indices: Sequence[int]) -> bool:
+        """Returns whether parts have been computed or have failed."""
+        return all(self._parts[i] is not _PENDING for i in indices)
+
+    def set(self, index: int, part: Any) -> None:
+        """Stores a part and wakes those who wait; called once, by the worker."""
+        self._parts[index] = part
+        # A waiter registers before it looks at the parts again, so this cannot miss one.
+        if self._waiters is not None:
+            with _waiting:
+                woken = self._seen(index)
+            for waiter in woken:
+                waiter.wake()
+
+    def _seen(self, index: int) -> list[_Waiter]:
+        woken = []
+        for waiter in list(self._waiters or ()):
+            waiter.missing.discard(index)
+            if not waiter.missing:
+                woken.append(waiter)
+                self._waiters.remove(waiter)  # pyright: ignore[reportOptionalMemberAccess]
+        return woken
+
+    def when_ready(self, indices: Sequence[int], wake: Callable[[], None]) -> Callable[[], None]:
+        """Calls `wake`, which must not wait, once parts are ready: now, or from another thread.
+
+        Returns:
+            A function that takes the request back.
+        """
+        waiter = _Waiter(set(indices), wake)
+        with _waiting:
+            self._waiters = [*(self._waiters or ()), waiter]
+        for index in indices:
+            if self._parts[index] is not _PENDING:
+                with _waiting:
+                    woken = self._seen(index)
+                for late in woken:
+                    late.wake()
+
+        def forget() -> None:
+            with _waiting:
+                if waiter in (self._waiters or ()):
+                    self._waiters.remove(waiter)  # pyright: ignore[reportOptionalMemberAccess]
+
+        return forget
+
+    def wait(self, indices: Sequence[int], timeout: float | None = None) -> bool:
+        """Waits until parts are ready, or for `timeout` seconds; returns whether they are."""
+        if self.is_ready(indices):
+            return True
+        done = threading.Event()
+        forget = self.when_ready(indices, done.set)
+        try:
+            return done.wait(timeout)
+        finally:
+            if not done.is_set():
+                forget()
+
+    def abandon(self, failure: Failure) -> None:
+        """Makes the pending parts fail; wakes nobody. For a forked child, which has no waiters."""
+        self._parts = [failure if p is _PENDING else p for p in self._parts]
+
+
+def values_of(shards: Shards, indices: Sequence[int]) -> list[torch.Tensor]:
+    """Returns parts that are ready; raises the first failure."""
+    parts = [shards.get(i) for i in indices]
+    for part in parts:
+        if type(part) is Failure:
+            raise part.error()
+    return parts
