@@ -7,7 +7,7 @@ trace depends on.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy
@@ -58,6 +58,22 @@ class Arguments:
         self.scalars: list[int] = []
         self.mesh = mesh or mesh_of(leaves)
         self.key = tuple(self._key_of(i, leaf, dynamic) for i, leaf in enumerate(leaves))
+
+    def kind(self) -> Callable[[list[Any]], Arguments]:
+        """Returns what makes the arguments of another call with the same key from its leaves."""
+        tensors, scalars, mesh, key = self.tensors, self.scalars, self.mesh, self.key
+
+        def like(leaves: list[Any]) -> Arguments:
+            other = object.__new__(Arguments)
+            other.leaves = other.values = leaves
+            other.tensors, other.scalars, other.mesh, other.key = tensors, scalars, mesh, key
+            for number in tensors:
+                if (reduced := leaves[number]._reduced) is not None:
+                    other.values = list(leaves) if other.values is leaves else other.values
+                    other.values[number] = reduced
+            return other
+
+        return like
 
     def _key_of(self, number: int, leaf: Any, dynamic: tuple[type, ...]) -> Hashable:
         kind = type(leaf)

@@ -89,8 +89,8 @@ def lookup(
     key: Hashable,
     arguments: Arguments,
     build: Callable[[set[int]], tuple[Any, set[int]]],
-) -> Any:
-    """Returns the entry of a call, made by `build` if the cache has none.
+) -> tuple[Any, tuple[int, ...]]:
+    """Returns the entry of a call, made by `build` if the cache has none, and what it has read.
 
     Scalars that a trace reads become part of the key: under the key that only has their types,
     the cache holds which ones they are.
@@ -104,7 +104,7 @@ def lookup(
             static = tuple(sorted(reads))
             cache.put((key, "static"), static)
         cache.put((key, static, _values(arguments, static)), entry)
-    return entry
+    return entry, static
 
 
 def _values(arguments: Arguments, static: Sequence[int]) -> Hashable:

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from . import autograd
+from . import autograd, memo
 from .arguments import Arguments, mesh_of, modes
 from .cache import Cache, CacheInfo, lookup
+from .compiled import Compiled
 from .errors import DataDependentError, MutationError
 from .mesh import DeviceMesh
 from .placement import Placements, Replicate, complete
 from .recording import compile_call
-from .runtime import check_not_on_worker
+from .runtime import NATIVE, check_not_on_worker
+from .spec import Spec
 from .symbolic import SymbolicTensor
 from .tensor import (
     EntryPoints,
@@ -32,16 +34,20 @@ from .trace import current
 from .tree import flatten, unflatten
 
 _eager_cache = Cache()
+_calls = memo.call_cache(ints_are_dynamic=True, capacity=_eager_cache.capacity)
+_operations = memo.call_cache(ints_are_dynamic=True, capacity=_eager_cache.capacity)
 
 
 def cache_info() -> CacheInfo:
     """Returns the counts of the cache of eager calls."""
-    return _eager_cache.info()
+    info = _eager_cache.info()
+    return info._replace(hits=info.hits + _calls.hits + _operations.hits)
 
 
 def cache_clear() -> None:
     """Empties the cache of eager calls."""
-    _eager_cache.clear()
+    for cache in (_eager_cache, _calls, _operations):
+        cache.clear()
 
 
 # -- eager calls ---------------------------------------------------------------------------
@@ -105,7 +111,8 @@ def call_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     leaves, treespec = flatten((args, kwargs))
     if torch.is_grad_enabled() and _any_requires_grad(leaves):
         return _with_autograd(func, args, kwargs)
-    return _run_eagerly(func, leaves, treespec)
+    known = isinstance(func, _BUILTIN)  # the ints of other functions are static
+    return _run_eagerly(func, leaves, treespec, call=memo.NamedCall(func, args, kwargs) if known else None)
 
 
 def _any_requires_grad(leaves: list[Any]) -> bool:
@@ -119,7 +126,7 @@ def call_operation(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     leaves, treespec = flatten((args, kwargs))
     if any(isinstance(leaf, SymbolicTensor) for leaf in leaves):
         return SymbolicTensor.__torch_dispatch__(op, (), args, kwargs)
-    return _run_eagerly(op, leaves, treespec, below_autograd=True)
+    return _run_eagerly(op, leaves, treespec, below_autograd=True, call=memo.NamedCall(op, args, kwargs))
 
 
 def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,13 +220,14 @@ def _run_eagerly(
     treespec: Any,
     mesh: DeviceMesh | None = None,
     below_autograd: bool = False,
+    call: memo.NamedCall | None = None,
 ) -> Any:
     check_not_on_worker("calling a torch function")
     _refuse_reach_beyond(func, leaves)
     dynamic = (float, int) if isinstance(func, _BUILTIN) else (float,)
     arguments = Arguments(leaves, dynamic, mesh)
     key = (func, treespec, arguments.key, modes())
-    entry = lookup(
+    entry, static = lookup(
         _eager_cache,
         key,
         arguments,
@@ -227,8 +235,18 @@ def _run_eagerly(
     )
     if entry is _ON_HOST:
         return _on_host(func, arguments, treespec)
-    results = entry.run(arguments, check_aliases=False, below_autograd=below_autograd)
-    return unflatten(entry.treespec, results)
+    cache, run = (_operations, _run_below) if below_autograd else (_calls, _run_above)
+    if call is not None and func not in _STORAGE_FUNCTIONS:
+        memo.remember(cache, call, treespec, arguments, static, entry, run)
+    return unflatten(entry.treespec, run(entry, arguments))
+
+
+def _run_above(compiled: Compiled, arguments: Arguments) -> list[Any]:
+    return compiled.run(arguments, check_aliases=False)
+
+
+def _run_below(compiled: Compiled, arguments: Arguments) -> list[Any]:
+    return compiled.run(arguments, check_aliases=False, below_autograd=True)
 
 
 def _compile_eagerly(
@@ -302,7 +320,21 @@ def redistribute(source: Tensor, mesh: DeviceMesh, placements: Placements) -> Te
 def _redistributed(source: Tensor, mesh: DeviceMesh, placements: Placements) -> Tensor:
     if isinstance(source, SymbolicTensor):
         return _move(source, mesh, placements)
-    return _run_eagerly(_move, *flatten(((source, mesh, placements), {})))
+    target = source._spec.with_layout(mesh, placements)
+    call = memo.NamedCall(target, (source,), {})
+    result = _calls.call(*call)
+    if result is memo.MISSED:
+        result = _run_eagerly(_Move(target), *flatten(((source,), {})), call=call)
+    return result
+
+
+class _Move(NamedTuple):
+    """Redistribution to a spec, as a function."""
+
+    target: Spec
+
+    def __call__(self, source: SymbolicTensor) -> SymbolicTensor:
+        return _move(source, self.target.mesh, self.target.placements)
 
 
 def _move(source: Any, mesh: DeviceMesh, placements: Placements) -> Any:
@@ -313,3 +345,45 @@ def _move(source: Any, mesh: DeviceMesh, placements: Placements) -> Any:
 EntryPoints.function = call_function
 EntryPoints.operation = call_operation
 EntryPoints.redistribute = redistribute
+
+
+# -- the way in through C++ ----------------------------------------------------------------
+
+
+class _Probe(torch.Tensor):
+    """Tells which function torch names when one of its methods is called."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func
+
+
+_OPERATORS = (
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "matmul", "rmatmul"),
+    *("pow", "rpow", "mod", "floordiv", "neg", "abs", "invert", "and", "or", "xor"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "getitem"),
+    *("iadd", "isub", "imul", "itruediv"),
+)
+
+
+def _install_native() -> None:
+    """Puts the C++ caches before torch's operators, methods and functions on a `Tensor`."""
+    NATIVE.install_entrances(_calls, call_function, _operations, call_operation)
+    Tensor.__torch_function__ = NATIVE.torch_function
+    Tensor.__torch_dispatch__ = NATIVE.torch_dispatch
+    probe = torch.empty(1).as_subclass(_Probe)
+    for name in _OPERATORS:
+        original = getattr(torch.Tensor, f"__{name}__")
+        operands = () if name in ("neg", "abs", "invert") else (1,)
+        setattr(Tensor, f"__{name}__", NATIVE.method(original, original(probe, *operands)))
+    for name, original in vars(torch._C.TensorBase).items():
+        is_method = type(original) is types.MethodDescriptorType and not name.startswith("_")
+        is_torchs = getattr(torch.Tensor, name) is original and name not in vars(Tensor)
+        if is_method and is_torchs and original not in _DIRECT:
+            setattr(Tensor, name, NATIVE.method(original, original))
+
+
+if NATIVE is not None:
+    _install_native()

@@ -19,13 +19,14 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import numpy
 import torch
 
-from . import trace
+from . import memo, trace
 from .arguments import Arguments, exact, modes
 from .cache import Cache, CacheInfo, lookup
 from .compiled import Compiled, submit_program
 from .dispatch import as_distributed
 from .errors import TraceError
 from .lowering import lower
+from .memo import MISSED
 from .placement import complete
 from .program import Program
 from .recording import compile_call, compiled_from, ending, symbolic_leaves
@@ -67,11 +68,19 @@ class _Traced:
 
     def __init__(self, capacity: int) -> None:
         self.cache = Cache(capacity)
+        self.calls = memo.call_cache(ints_are_dynamic=False, capacity=capacity)
         self.modules: list[weakref.ref[torch.nn.Module]] = []
+        self._known: dict[Hashable, Hashable] = {}
 
     def training(self) -> Hashable:
-        """Returns the training flags of the modules, which a trace depends on."""
-        return tuple(m.training for r in self.modules if (m := r()) is not None)
+        """Returns the training flags of the modules, which a trace depends on.
+
+        The same flags are the same object.
+        """
+        if not self.modules:
+            return ()
+        flags = tuple(m.training for r in self.modules if (m := r()) is not None)
+        return self._known.setdefault(flags, flags)
 
 
 _traced: weakref.WeakKeyDictionary[Any, dict[Hashable, _Traced]] = weakref.WeakKeyDictionary()
@@ -109,6 +118,9 @@ class JitFunction(Generic[_P, _R]):
         self._donated = _checked_numbers(function, "donate_argnums", donate_argnums)
         options = (self._static_argnums, self._static_argnames, self._donated, maxsize)
         self._traced = _traced_of(function, options, maxsize)
+        # Of a static argument, the C++ cache would take a float to be a run-time value.
+        is_static = self._static_argnums or self._static_argnames
+        self._calls = memo.NoCache() if is_static else self._traced.calls
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Runs the function on the arguments, traced once for each kind of them.
@@ -117,32 +129,43 @@ class JitFunction(Generic[_P, _R]):
         """
         if trace.current() is not None:
             return self._function(*args, **kwargs)
+        result = self._calls.call(self._traced.training(), args, kwargs)
+        if result is MISSED:
+            result = self._call_new(args, kwargs)
+        if self._donated:
+            self._give_away(args, flatten(result)[0])
+        return result
+
+    def _call_new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, treespec, arguments = self._prepare(args, kwargs)
         if torch.is_grad_enabled() and any(
             isinstance(a, torch.Tensor) and a.requires_grad for a in leaves
         ):
             leaves = [as_distributed(leaf, arguments.mesh) for leaf in leaves]
             arguments = Arguments(leaves, (float,), arguments.mesh)
-            entry = self._entry("grad", arguments, treespec)
+            entry, _ = self._entry("grad", arguments, treespec)
             results = entry.run(arguments)
         else:
-            entry = self._entry("plain", arguments, treespec)
-            results = entry.run(arguments, check_aliases=True)
-        self._give_away(args, results)
+            entry, static = self._entry("plain", arguments, treespec)
+            call = memo.NamedCall(self._traced.training(), args, kwargs)
+            memo.remember(self._calls, call, treespec, arguments, static, entry, _run)
+            results = _run(entry, arguments)
         return unflatten(entry.treespec, results)
 
     def program(self, *args: _P.args, **kwargs: _P.kwargs) -> Program:
         """Returns the program that a call with these arguments runs; runs nothing."""
         _, treespec, arguments = self._prepare(args, kwargs)
-        return self._entry("plain", arguments, treespec).program
+        return self._entry("plain", arguments, treespec)[0].program
 
     def cache_info(self) -> CacheInfo:
         """Returns how many calls were served from the cache, and how often it was traced."""
-        return self._traced.cache.info()
+        info = self._traced.cache.info()
+        return info._replace(hits=info.hits + self._traced.calls.hits)
 
     def cache_clear(self) -> None:
         """Forgets every traced program."""
         self._traced.cache.clear()
+        self._traced.calls.clear()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -176,7 +199,9 @@ class JitFunction(Generic[_P, _R]):
     def _numbers_of(self, names: frozenset[str]) -> frozenset[int]:
         return frozenset(i for i, n in enumerate(self._parameters) if n in names)
 
-    def _entry(self, kind: str, arguments: Arguments, treespec: Any) -> Any:
+    def _entry(
+        self, kind: str, arguments: Arguments, treespec: Any
+    ) -> tuple[Any, tuple[int, ...]]:
         wants = _wants_grad(arguments) if kind == "grad" else ()
         key = (kind, wants, treespec, arguments.key, modes(), self._traced.training())
 
@@ -190,11 +215,11 @@ class JitFunction(Generic[_P, _R]):
             return built
 
         before = self._traced.training()
-        entry = lookup(self._traced.cache, key, arguments, build)
+        entry, static = lookup(self._traced.cache, key, arguments, build)
         after = self._traced.training()
         if before != after:
             self._traced.cache.rename(key, (*key[:-1], after))
-        return entry
+        return entry, static
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _without_static(args), {k: _plain(v) for k, v in kwargs.items()}
@@ -207,6 +232,10 @@ class JitFunction(Generic[_P, _R]):
                 for leaf in flatten(args[number])[0]:
                     if type(leaf) is Tensor and id(leaf) not in returned:
                         leaf._donate()
+
+
+def _run(compiled: Compiled, arguments: Arguments) -> list[Any]:
+    return compiled.run(arguments, check_aliases=True)
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -21,7 +21,7 @@ from .errors import DonatedError, PlacementError
 from .mesh import DeviceMesh
 from .parts import assembled, dense_stride, indices_to_fetch, place_parts, placed_parts
 from .placement import Partial, Placement, Placements, Replicate, Shard, normalized
-from .runtime import Failure, Shards, TensorFuture, check_not_on_worker, values_of
+from .runtime import NATIVE, Failure, Shards, TensorFuture, check_not_on_worker, values_of
 from .spec import Box, Spec
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class Tensor(torch.Tensor):
 
     _spec: Spec
     _shards: Shards
-    _aliases: AliasGroup | None
-    _reduced: Tensor | None
+    _aliases: AliasGroup | None = None
+    _reduced: Tensor | None = None
 
     # Methods of torch that return a tensor of this class, which torch's types do not say.
     clone: Callable[..., Tensor]
@@ -101,11 +101,11 @@ class Tensor(torch.Tensor):
     @staticmethod
     def _of(spec: Spec, shards: Shards) -> Tensor:
         """Returns the tensor of a spec and its shards."""
+        if NATIVE is not None:
+            return NATIVE.wrap(spec, shards, Tensor, 0)
         result = wrapper(Tensor, spec)
         result._spec = spec
         result._shards = shards
-        result._aliases = None
-        result._reduced = None
         return result
 
     @classmethod
@@ -403,6 +403,9 @@ class Tensor(torch.Tensor):
         return self.shape[0]
 
 
+if NATIVE is not None:  # _spec, _shards and _reduced become fields of the C++ object
+    NATIVE.install_fields(Tensor)
+
 _Wrapper = TypeVar("_Wrapper", bound=Tensor)
 
 
@@ -414,6 +417,8 @@ def wrapper(kind: type[_Wrapper], spec: Spec, offset: int = 0) -> _Wrapper:
         spec: What torch shall see: shape, strides, dtype, device, conj and neg bits.
         offset: Its storage offset, in elements.
     """
+    if NATIVE is not None:
+        return NATIVE.wrap(spec, None, kind, offset)
     result = torch.Tensor._make_wrapper_subclass(
         kind,
         spec.shape,

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("program", "passes", "lowering"),
     ("ops",),
     ("rules",),
-    ("infer", "propagation"),
+    ("infer", "propagation", "decision"),
     ("scalars", "source"),
     ("builder",),
     ("runtime",),
@@ -36,12 +36,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("autograd", "functional", "symbolic", "special", "tracing_modes", "trace"),
     ("generator",),
     ("arguments", "cache", "compiled"),
-    ("recording",),
+    ("recording", "memo"),
     ("dispatch",),
     ("factories",),
     ("jit", "transforms"),
     ("random", "debug", "nn", "parallel"),
-    ("distributed_spec",),
+    ("distributed_spec", "build"),
     ("__init__",),  # dtorch itself imports everything, so nothing but test helpers imports it
     ("test",),
 )

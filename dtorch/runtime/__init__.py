@@ -4,12 +4,22 @@ Takes local programs and shards; a worker thread per device runs the programs in
 submission and stores the results into the shards of the outputs.
 """
 
-from .backend import EXECUTOR, Executable, Shards, check_not_on_worker, stop, submit, synchronize
+from .backend import (
+    EXECUTOR,
+    NATIVE,
+    Executable,
+    Shards,
+    check_not_on_worker,
+    stop,
+    submit,
+    synchronize,
+)
 from .future import TensorFuture
 from .shards import Borrowed, Failure, values_of
 
 __all__ = [
     "EXECUTOR",
+    "NATIVE",
     "Borrowed",
     "Executable",
     "Failure",

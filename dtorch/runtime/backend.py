@@ -8,36 +8,39 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DTorchError
-from .native.build import BuildError
+from .native.build import BuildError, load
 
 VARIABLE = "DTORCH_EXECUTOR"
 
 
-def _choose() -> str:
-    wanted = os.environ.get(VARIABLE)
-    if wanted not in (None, "", "native", "python"):
+def _chosen() -> str:
+    wanted = os.environ.get(VARIABLE) or None
+    if wanted not in (None, "native", "python"):
         raise DTorchError(f"{VARIABLE}={wanted!r}: expected 'native' or 'python'.")
     if wanted == "python":
         return "python"
     try:
-        from .native import executor  # noqa: F401 (builds it)
+        load()
     except BuildError as error:
         if wanted == "native":
             raise DTorchError(f"{VARIABLE}=native, but {error}.") from error
         print(
             f"dtorch: using the Python executor, which is slower: {error}. "
-            f"{VARIABLE}=python silences this.",
+            f"({VARIABLE}=python silences this.)",
             file=sys.stderr,
         )
         return "python"
     return "native"
 
 
-EXECUTOR = _choose()
+EXECUTOR = _chosen()
 """``"native"`` or ``"python"``."""
+
+NATIVE: Any = None
+"""The C++ module of the native executor, or None."""
 
 if TYPE_CHECKING or EXECUTOR == "python":
     from .executor import Executable
@@ -45,6 +48,7 @@ if TYPE_CHECKING or EXECUTOR == "python":
     from .worker import check_not_on_worker, stop, submit, synchronize
 else:
     from .native.executor import (
+        NATIVE,
         Executable,
         Shards,
         check_not_on_worker,
@@ -55,6 +59,7 @@ else:
 
 __all__ = [
     "EXECUTOR",
+    "NATIVE",
     "Executable",
     "Shards",
     "check_not_on_worker",

@@ -6,7 +6,9 @@ The library goes into the user's cache, ``$XDG_CACHE_HOME/dtorch`` or ``~/.cache
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
+import importlib
 import importlib.util
 import os
 import shutil
@@ -21,10 +23,11 @@ _NAME = "dtorch_native"
 _FOLDER = Path(__file__).parent
 
 
-class BuildError(Exception):
+class BuildError(ImportError):
     """The native executor cannot be built here."""
 
 
+@functools.cache
 def load(again: bool = False) -> ModuleType:
     """Returns the native module, built if the cache does not have it.
 
@@ -71,10 +74,10 @@ def _cache_folder() -> Path:
 
 
 def _build(folder: Path) -> None:
-    from torch.utils import cpp_extension  # takes half a second, and is needed once
-
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         raise BuildError("there is no C++ compiler (c++, or $CXX)")
+    # Imported late: it takes half a second, and is needed once.
+    cpp_extension = importlib.import_module("torch.utils.cpp_extension")
     if not cpp_extension.is_ninja_available():
         raise BuildError("there is no ninja (pip install ninja)")
     print(

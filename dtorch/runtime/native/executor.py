@@ -27,8 +27,8 @@ from ..shards import Borrowed, Failure, written_to
 from ..worker import start_client_team, thread_setters
 from .build import load
 
-native: Any = load()
-Shards: Any = native.Shards
+NATIVE: Any = load()
+Shards: Any = NATIVE.Shards
 
 
 class Executable:
@@ -54,7 +54,7 @@ def _handed_over(program: LocalProgram) -> Any:
     def ports(values: Iterable[tuple[int, DeviceMesh]]) -> list[Any]:
         return [(slot, len(mesh.devices), places_of(mesh)) for slot, mesh in values]
 
-    made = native.Program(
+    made = NATIVE.Program(
         program,
         [str(device) for device in program.devices],
         program.num_slots,
@@ -121,7 +121,7 @@ def _add_step(
 
 def check_not_on_worker(what: str) -> None:
     """Raises if the calling thread is a worker, which must never wait for itself."""
-    if native.on_worker():
+    if NATIVE.on_worker():
         raise DTorchError(f"{what} from a dtorch worker thread would wait for itself.")
 
 
@@ -144,7 +144,7 @@ def submit(
     """
     check_not_on_worker("submitting work")
     _start()
-    return native.submit(executable.native, inputs, scalars)
+    return NATIVE.submit(executable.native, inputs, scalars)
 
 
 def synchronize(devices: Iterable[Device] | None = None) -> None:
@@ -161,13 +161,13 @@ def synchronize(devices: Iterable[Device] | None = None) -> None:
     _start()
     names = None if devices is None else [str(device) for device in devices]
     if names != []:
-        marks = native.mark(names or [])
+        marks = NATIVE.mark(names or [])
         marks.wait(range(len(marks)))
 
 
 def _wake_loop() -> None:
     """Calls what `when_ready` was given, for the workers, which never take the interpreter lock."""
-    while (wake := native.next_completion()) is not None:
+    while (wake := NATIVE.next_completion()) is not None:
         wake()
 
 
@@ -196,8 +196,8 @@ def _start() -> None:
 
 def stop() -> None:
     """Ends the workers; what was still queued becomes a `ShutdownError` for whoever waits."""
-    native.stop(stopped_failure())
-    native.complete(None)
+    NATIVE.stop(stopped_failure())
+    NATIVE.complete(None)
     waker = _once.waker
     if waker is not None and waker is not threading.current_thread():
         waker.join()  # it must not be in C++ code when the interpreter ends
@@ -225,7 +225,7 @@ def _after_fork_in_child() -> None:
         "before the fork."
     )
     global _once
-    used = native.after_fork_in_child(Failure(message, ShutdownError(message)))
+    used = NATIVE.after_fork_in_child(Failure(message, ShutdownError(message)))
     _once = _Once()
     _start_waker()
     if used:
@@ -238,7 +238,7 @@ def _start_waker() -> None:
     _once.waker.start()
 
 
-native.give(
+NATIVE.give(
     {
         "Ref": Ref,
         "ScalarRef": ScalarRef,
@@ -250,13 +250,13 @@ native.give(
         "written_to": written_to,
     }
 )
-native.set_thread_setters(
+NATIVE.set_thread_setters(
     [ctypes.cast(setter, ctypes.c_void_p).value for setter in thread_setters()]
 )
 _start_waker()
 atexit.register(stop)
 os.register_at_fork(
-    before=native.before_fork,
-    after_in_parent=native.after_fork_in_parent,
+    before=NATIVE.before_fork,
+    after_in_parent=NATIVE.after_fork_in_parent,
     after_in_child=_after_fork_in_child,
 )

@@ -381,6 +381,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init(&new_program))
       .def("add_operation", &add_operation)
       .def("add_step", &add_step);
+  bind_eager(module);
   module.def("give", &give);
   module.def("submit", &submit_program);
   module.def("mark", &mark);

@@ -1,0 +1,123 @@
+"""What is remembered of calls, so that the next one like them is a look-up in C++.
+
+Takes a call that the Python path has run and its `Compiled` form; tells the native `CallCache` how
+to run it again. The portable executor remembers nothing: every call takes the Python path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .arguments import Arguments
+from .compiled import Compiled
+from .runtime import NATIVE
+from .tree import unflatten
+
+MISSED: Any = object() if NATIVE is None else NATIVE.MISSED
+"""What a cache returns for a call that it does not know."""
+
+
+class NamedCall(NamedTuple):
+    """A call as a cache knows it.
+
+    Attributes:
+        token: What stands for the function, by identity: it, or the flags that it depends on.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+
+    token: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class NoCache:
+    """A cache that knows no call."""
+
+    hits = 0
+
+    def call(self, token: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns `MISSED`."""
+        return MISSED
+
+    def wants(self, token: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Returns False: no call is remembered."""
+        return False
+
+    def clear(self) -> None:
+        """Does nothing."""
+
+
+def call_cache(ints_are_dynamic: bool, capacity: int) -> Any:
+    """Returns a cache of calls.
+
+    Args:
+        ints_are_dynamic: Integers are run-time values; otherwise they belong to the key.
+        capacity: How many calls it holds; then it starts anew.
+    """
+    return NoCache() if NATIVE is None else NATIVE.CallCache(ints_are_dynamic, capacity)
+
+
+def remember(
+    cache: Any,
+    call: NamedCall,
+    treespec: Any,
+    arguments: Arguments,
+    static: tuple[int, ...],
+    compiled: Compiled,
+    run: Callable[[Compiled, Arguments], list[Any]],
+) -> None:
+    """Tells a cache how to run a call again; before it runs, which may change its arguments.
+
+    Args:
+        cache: The cache.
+        call: The call.
+        treespec: Their structure.
+        arguments: Their leaves.
+        static: The numbers of the scalars whose values belong to the key.
+        compiled: The traced call.
+        run: Runs it on the leaves, for a call that does more than compute new tensors.
+    """
+    if compiled.untried or not cache.wants(*call):
+        return
+    numbered = unflatten(treespec, list(range(len(arguments.leaves))))
+    cache.remember(*call, numbered, _made(arguments, static, compiled, run))
+
+
+def _made(
+    arguments: Arguments,
+    static: tuple[int, ...],
+    compiled: Compiled,
+    run: Callable[[Compiled, Arguments], list[Any]],
+) -> dict[str, Any]:
+    if not _is_simple(compiled):
+        again = arguments.kind()
+
+        def slow(leaves: list[Any]) -> Any:
+            return unflatten(compiled.treespec, run(compiled, again(leaves)))
+
+        return {"slow": slow, "read": static}
+    specs = compiled.program.specs
+    is_leaf = compiled.treespec.is_leaf()
+    return {
+        "slow": None,
+        "read": static,
+        "program": compiled.executable.native,  # pyright: ignore[reportAttributeAccessIssue]
+        "inputs": [source.item for source in compiled.sources],
+        "scalars": [expression[1] for expression in compiled.expressions],
+        "specs": [specs[value] for value in compiled.program.outputs],
+        "results": [(output.kind == "value", output.item) for output in compiled.outputs],
+        "unflatten": None if is_leaf else compiled.treespec.unflatten,
+    }
+
+
+def _is_simple(compiled: Compiled) -> bool:
+    """Whether a call only computes new tensors from tensors and numbers that it is given."""
+    does_more = compiled.mutated or compiled.reduced or compiled.states or compiled.extra
+    return (
+        not does_more
+        and all(source.kind in ("leaf", "capture") for source in compiled.sources)
+        and all(expression[0] == "argument" for expression in compiled.expressions)
+        and all(output.kind in ("value", "leaf") for output in compiled.outputs)
+    )
