@@ -28,7 +28,7 @@ define install
 @$(1)/bin/pip install -qq --constraint $(1)/torch.txt --editable '.[$(3)]'
 endef
 
-.PHONY: .venv demo test lint quick test-torch clean FORCE
+.PHONY: .venv native demo test lint quick test-torch clean FORCE
 
 .venv: .venv/.installed
 
@@ -41,11 +41,18 @@ endef
 	@mkdir -p .venv
 	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
 
-demo: .venv
+# The C++ executor, built once into the user's cache. Where it cannot be, one line says why, and
+# everything runs on the Python executor.
+native: .venv
+	-@$(BIN)/python -m dtorch.build
+
+demo: native
 	@$(BIN)/python examples/llama.py $(ARGS)
 
-test: lint
+# Everything on the native executor, then on the Python one, with a tenth of the sampled layouts.
+test: lint native
 	$(BIN)/python -m pytest $(ARGS)
+	DTORCH_EXECUTOR=python DTORCH_SWEEP=0.1 $(BIN)/python -m pytest $(ARGS)
 
 lint: .venv
 	$(BIN)/ruff check

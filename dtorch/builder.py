@@ -3,19 +3,24 @@
 Takes one operation at a time, over value numbers. It infers the results, looks up the rule,
 lets propagation choose layouts, adds the redistributions that the choice needs (once for each
 value and target), and appends the instruction. `finish` drops what nobody reads.
+
+A view that changes nothing is its argument. The same view of a value, and the same operation on
+what depends on constants alone, are recorded once; other repeated operations are left as they are,
+since a function may compute again what it would not keep (activation checkpointing).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from .decision import Decision, decide
 from .errors import MeshError
-from .infer import infer
-from .lowering import LocalContext
+from .infer import Question, argument_names, question
 from .mesh import DeviceMesh
 from .placement import Placements, Replicate
 from .program import (
@@ -29,33 +34,10 @@ from .program import (
     map_refs,
     refs,
 )
-from .propagation import propagate
 from .redistribution import plan
-from .rules import Meta, OpCall, Sharding, replicated, rule_of
-from .rules.pointwise import is_pointwise, pointwise
 from .spec import Spec
 
 aten = torch.ops.aten
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Runs an operation with each device's local size in place of a global one."""
-
-    sizes: tuple[tuple[str, int], ...]
-
-    def __call__(self, context: LocalContext) -> None:
-        names = [a.name for a in context.op._schema.arguments]
-        args, kwargs = list(context.args), dict(context.kwargs)
-        for name, output in self.sizes:
-            shapes = context.output_spec(output).local_shapes
-            local = context.per_device(lambda i, shapes=shapes: shapes[i])
-            place = names.index(name)
-            if place < len(args):
-                args[place] = local
-            else:
-                kwargs[name] = local
-        context.emit(context.op, *args, outputs=context.outputs, **kwargs)
 
 
 class Builder:
@@ -63,15 +45,24 @@ class Builder:
 
     Args:
         source: Returns the user's line that is being traced.
+
+    Attributes:
+        specs: The spec of each value.
+        inputs: The values that are inputs.
+        constants: The values that are the same at every call: constant inputs (whoever adds one
+            says so here), and what is computed from them and from factories alone.
+        scalar_values: The values of the run-time scalars in this trace.
     """
 
     def __init__(self, source: Callable[[], SourceLine | None]) -> None:
         self.specs: list[Spec] = []
+        self.constants: set[int] = set()
         self.inputs: list[int] = []
         self.scalar_values: list[Any] = []
         self._instructions: list[Instruction] = []
         self._moved: dict[tuple[int, Spec], int] = {}
         self._reduced: dict[int, int] = {}
+        self._kept: dict[Any, tuple[int | None, ...]] = {}
         self._source = source
 
     def __len__(self) -> int:
@@ -115,6 +106,8 @@ class Builder:
         key = (value, step.target)
         if key not in self._moved:
             moved = self._new_value(step.target)
+            if value in self.constants:
+                self.constants.add(moved)
             self._instructions.append(Redistribute(step, value, moved, self._source()))
             self._moved[key] = moved
         return self._moved[key]
@@ -143,138 +136,93 @@ class Builder:
             draws: The generator state that a random operation starts from; the new state is
                 appended to the results.
         """
-        operands = [r.id for r in refs((tuple(args), tuple(kwargs.values())))]
-        home = self._home(op, [self.specs[v] for v in operands]) if operands else mesh
-        assert home is not None, f"{op} has no tensor arguments and no mesh"
-        moved, kwargs = self._brought_home((tuple(args), kwargs), home)
-        results = infer(op, self._with_specs(moved), self._with_specs(kwargs))
-        flat = _flatten(results)
-        call = self._call(op, moved, kwargs, tuple(m for m in flat if isinstance(m, Meta)))
-        sharding, fallback = _sharding_of(call, draws is not None)
-        choice = propagate(sharding, call, home, wanted)
-        order = iter(choice.inputs)
-        moved, kwargs = self._relayout(op, moved, kwargs, home, order)
-        outputs = self._new_results(flat, choice.outputs, home)
-        self._append(op, moved, kwargs, outputs, home, sharding, fallback, draws)
-        named = iter(outputs)
-        tree = _rebuild(results, named)
-        return (tree, *self._next_state(draws)) if draws is not None else _as_list(tree)
+        args, kwargs = tuple(args), _ordered(op, kwargs)
+        operands = [r.id for r in refs((args, tuple(kwargs.values())))]
+        home = self._home(op, operands)
+        if home is not None:
+            operands = [self._brought(v, home) for v in operands]
+            args, kwargs = _with_operands(args, kwargs, operands)
+        asked = question(op, args, kwargs, self.specs, self.scalar_values)
+        decision = decide(asked, mesh, wanted, draws is not None)
+        if any(self.specs[v] is not s for v, s in zip(operands, decision.inputs, strict=True)):
+            operands = list(map(self.redistribute, operands, decision.inputs))
+            args, kwargs = _with_operands(args, kwargs, operands)
+        if draws is None:
+            outputs = self._results(asked, args, kwargs, operands, decision)
+            return _as_list(_rebuild(decision.results, iter(outputs)))
+        state = self._next_state(draws, decision.mesh)
+        outputs = self._append(op, args, kwargs, decision, state)
+        return _rebuild(decision.results, iter(outputs)), state[1]
+
+    def _results(
+        self,
+        asked: Question,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operands: Sequence[int],
+        decision: Decision,
+    ) -> tuple[int | None, ...]:
+        """The results of an operation that is not random, recorded now or before."""
+        if decision.is_identity and self.specs[operands[0]] is decision.outputs[0]:
+            return (operands[0],)
+        is_constant = self.constants.issuperset(operands)
+        if not (asked.is_a_key and (decision.is_view or is_constant)):
+            return self._append(asked.op, args, kwargs, decision)
+        scalars = tuple(a for a in (*args, *kwargs.values()) if type(a) is ScalarRef)
+        key = (asked, tuple(operands), scalars, decision.outputs)
+        if key not in self._kept:
+            self._kept[key] = self._append(asked.op, args, kwargs, decision)
+            if is_constant:
+                self.constants.update(v for v in self._kept[key] if v is not None)
+        return self._kept[key]
 
     def _append(
         self,
         op: torch._ops.OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        outputs: list[int | None],
-        home: DeviceMesh,
-        sharding: Sharding,
-        fallback: bool,
-        draws: int | None,
-    ) -> None:
-        state = None
-        if draws is not None:
-            draws = self.move(draws, home, (Replicate(),) * home.ndim)
-            state = (draws, self._new_value(self.specs[draws]))
-        localize = sharding.localize or (_Sizes(sharding.sizes) if sharding.sizes else None)
-        self._instructions.append(
-            Apply(
-                op,
-                args,
-                tuple(kwargs.items()),
-                tuple(outputs),
-                home,
-                localize,
-                state,
-                fallback and len(home.devices) > 1,
-                self._source(),
-            )
+        decision: Decision,
+        state: tuple[int, int] | None = None,
+    ) -> tuple[int | None, ...]:
+        outputs = tuple(None if s is None else self._new_value(s) for s in decision.outputs)
+        instruction = Apply(
+            op,
+            args,
+            tuple(kwargs.items()),
+            outputs,
+            decision.mesh,
+            decision.localize,
+            state,
+            decision.is_fallback,
+            self._source(),
         )
+        self._instructions.append(instruction)
+        return outputs
 
-    def _next_state(self, draws: int | None) -> tuple[int, ...]:
-        last = self._instructions[-1]
-        assert isinstance(last, Apply)
-        return () if last.draws is None else (last.draws[1],)
+    def _next_state(self, draws: int, home: DeviceMesh) -> tuple[int, int]:
+        """The states of a generator before and after a random operation."""
+        before = self.move(draws, home, (Replicate(),) * home.ndim)
+        return before, self._new_value(self.specs[before])
 
-    def _home(self, op: torch._ops.OpOverload, specs: list[Spec]) -> DeviceMesh:
-        """The mesh on which an operation runs: its operands' own, or the latest of stages."""
-        home = specs[0].mesh
-        for spec in specs[1:]:
-            home = _later(op, home, spec.mesh)
-        return home
+    def _home(self, op: torch._ops.OpOverload, operands: Sequence[int]) -> DeviceMesh | None:
+        """The mesh to bring operands to, their own or the latest of stages; None if they stay."""
+        meshes = {id(mesh): mesh for mesh in [self.specs[v].mesh for v in operands]}
+        if len(meshes) < 2 and self._reduced.keys().isdisjoint(operands):
+            return None
+        return functools.reduce(functools.partial(_later, op), meshes.values())
 
-    def _brought_home(self, tree: Any, home: DeviceMesh) -> Any:
-        def bring(ref: Ref) -> Ref:
-            # A partial value that was reduced once is not kept partial for its next use.
-            ref = Ref(self._reduced.get(ref.id, ref.id))
-            spec = self.specs[ref.id]
-            if spec.mesh == home:
-                return ref
-            alike = spec.mesh.shape == home.shape
-            placements = spec.placements if alike else (Replicate(),) * home.ndim
-            return Ref(self.move(ref.id, home, placements))
-
-        args, kwargs = tree
-        return map_refs(args, bring), {k: map_refs(v, bring) for k, v in kwargs.items()}
+    def _brought(self, value: int, home: DeviceMesh) -> int:
+        # A partial value that was reduced once is not kept partial for its next use.
+        value = self._reduced.get(value, value)
+        spec = self.specs[value]
+        if spec.mesh == home:
+            return value
+        alike = spec.mesh.shape == home.shape
+        return self.move(value, home, spec.placements if alike else (Replicate(),) * home.ndim)
 
     def with_scalars(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Returns arguments with the run-time scalars among them as they are in this trace."""
         return tuple(self.scalar_values[a.number] if type(a) is ScalarRef else a for a in args)
-
-    def _with_specs(self, tree: Any) -> Any:
-        def value(item: Any) -> Any:
-            if type(item) is Ref:
-                return self.specs[item.id]
-            if type(item) is ScalarRef:
-                return self.scalar_values[item.number]
-            if type(item) in (tuple, list):
-                return type(item)(value(i) for i in item)
-            return item
-
-        if isinstance(tree, dict):
-            return {k: value(v) for k, v in tree.items()}
-        return value(tree)
-
-    def _call(
-        self,
-        op: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        results: tuple[Meta, ...],
-    ) -> OpCall:
-        schema = op._schema.arguments
-        given = dict(zip((a.name for a in schema), self._with_specs(args), strict=False))
-        given |= self._with_specs(kwargs)
-        arguments = {a.name: given.get(a.name, _default(a)) for a in schema}
-        return OpCall(op, arguments, tuple(_specs_in(list(arguments.values()))), results)
-
-    def _relayout(
-        self,
-        op: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        home: DeviceMesh,
-        placements: Any,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Redistributes the operands to the chosen layouts, in the order of the schema."""
-
-        def place(ref: Ref) -> Ref:
-            return Ref(self.move(ref.id, home, next(placements)))
-
-        args = map_refs(args, place)
-        order = [a.name for a in op._schema.arguments]
-        kwargs = {k: map_refs(kwargs[k], place) for k in sorted(kwargs, key=order.index)}
-        return args, kwargs
-
-    def _new_results(
-        self, flat: list[Any], placements: Sequence[Placements], home: DeviceMesh
-    ) -> list[int | None]:
-        chosen = iter(placements)
-        return [
-            self._new_value(Spec.of(m.shape, m.dtype, home, next(chosen), m.stride, m.conj, m.neg))
-            if isinstance(m, Meta)
-            else None
-            for m in flat
-        ]
 
     def reduced(self, value: int) -> int | None:
         """Returns a partial value that has been reduced already, or None."""
@@ -344,46 +292,32 @@ def _later(op: torch._ops.OpOverload, a: DeviceMesh, b: DeviceMesh) -> DeviceMes
     )
 
 
-def _sharding_of(call: OpCall, draws: bool) -> tuple[Sharding, bool]:
-    found = rule_of(call.op)
-    if draws:
-        return replicated(call), False
-    if found is not None:
-        return found(call), False
-    if is_pointwise(call.op) and len(call.results) >= 1:
-        return pointwise(call), False
-    return replicated(call), True
-
-
-def has_rule(op: torch._ops.OpOverload) -> bool:
-    """Returns whether an operation has a sharding rule."""
-    return rule_of(op) is not None or is_pointwise(op)
-
-
-def _default(argument: Any) -> Any:
-    return argument.default_value if argument.has_default_value() else None
-
-
-def _specs_in(tree: Any) -> list[Spec]:
-    if isinstance(tree, Spec):
-        return [tree]
-    if type(tree) in (tuple, list):
-        return [s for item in tree for s in _specs_in(item)]
-    return []
-
-
-def _flatten(results: Any) -> list[Any]:
-    if isinstance(results, list):
-        return [r for item in results for r in _flatten(item)]
-    return [results]
-
-
 def _rebuild(results: Any, values: Any) -> Any:
     if isinstance(results, list):
         return [_rebuild(item, values) for item in results]
     value = next(values)
-    return results if value is None and not isinstance(results, Meta) else value
+    return results if value is None else value
 
 
 def _as_list(tree: Any) -> Any:
     return tree if isinstance(tree, list) else [tree]
+
+
+def _with_operands(
+    args: tuple[Any, ...], kwargs: dict[str, Any], operands: Iterable[int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with other operands, in their order."""
+    values = iter(operands)
+
+    def following(ref: Ref) -> Ref:
+        return Ref(next(values))
+
+    return map_refs(args, following), {k: map_refs(v, following) for k, v in kwargs.items()}
+
+
+def _ordered(op: torch._ops.OpOverload, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in the order of the schema."""
+    if len(kwargs) < 2:
+        return kwargs
+    names = argument_names(op)
+    return {k: kwargs[k] for k in sorted(kwargs, key=names.index)}

@@ -21,7 +21,6 @@ from .parts import place_parts
 from .program import Apply, Program, refs
 from .runtime import Executable, Failure, Shards, submit
 from .scalars import Expression, evaluate
-from .source import user_line
 from .spec import Spec
 from .tensor import (
     EntryPoints,
@@ -202,7 +201,7 @@ def submit_program(
 ) -> list[Tensor]:
     """Queues a program on its devices and returns its outputs, which are not yet computed."""
     specs = [program.specs[v] for v in program.outputs]
-    outputs = submit(executable, inputs, scalars, user_line())
+    outputs = submit(executable, inputs, scalars)
     return [Tensor._of(s, o) for s, o in zip(specs, outputs, strict=True)]
 
 

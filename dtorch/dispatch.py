@@ -112,7 +112,8 @@ def call_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if torch.is_grad_enabled() and _any_requires_grad(leaves):
         return _with_autograd(func, args, kwargs)
     known = isinstance(func, _BUILTIN)  # the ints of other functions are static
-    return _run_eagerly(func, leaves, treespec, call=memo.NamedCall(func, args, kwargs) if known else None)
+    call = memo.NamedCall(func, args, kwargs) if known else None
+    return _run_eagerly(func, leaves, treespec, call=call)
 
 
 def _any_requires_grad(leaves: list[Any]) -> bool:
@@ -126,7 +127,8 @@ def call_operation(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     leaves, treespec = flatten((args, kwargs))
     if any(isinstance(leaf, SymbolicTensor) for leaf in leaves):
         return SymbolicTensor.__torch_dispatch__(op, (), args, kwargs)
-    return _run_eagerly(op, leaves, treespec, below_autograd=True, call=memo.NamedCall(op, args, kwargs))
+    call = memo.NamedCall(op, args, kwargs)
+    return _run_eagerly(op, leaves, treespec, below_autograd=True, call=call)
 
 
 def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

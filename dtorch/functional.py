@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .errors import MeshError, MutationError
-from .infer import infer, meta_tensor
+from .infer import argument_names, infer
 from .mesh import DeviceMesh
 from .program import Ref, map_refs
 from .spec import Spec
@@ -61,18 +61,23 @@ def fill_refs(values: Mapping[int, Any]) -> Callable[[Any], Any]:
     return lambda tree: map_refs(tree, lambda ref: values[ref.id])
 
 
-@functools.lru_cache(maxsize=4096)
 def takes_device(op: torch._ops.OpOverload) -> bool:
     """Returns whether an operation has a device argument."""
-    return any(a.name == "device" for a in op._schema.arguments)
+    return "device" in argument_names(op)
 
 
-def may_stay_symbolic(op: torch._ops.OpOverload, argument: Any) -> bool:
+def may_stay_symbolic(op: torch._ops.OpOverload, place: int | str) -> bool:
     """Returns whether a run-time scalar may be passed here without anybody reading it.
 
     Scalars that operations on tensors compute with do; sizes, dims and the bounds of factories
     do not.
+
+    Args:
+        op: The operation.
+        place: The argument's number or name.
     """
+    schema = op._schema.arguments
+    (argument,) = [a for i, a in enumerate(schema) if place in (i, a.name)]
     kind = argument.type
     if isinstance(kind, torch.OptionalType):
         kind = kind.getElementType()
@@ -87,9 +92,11 @@ def is_about_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "meta":
         return True
-    values = [*args, *kwargs.values()]
-    flat = [v for item in values for v in (item if isinstance(item, (list, tuple)) else (item,))]
-    return any(isinstance(v, torch.Tensor) and v.is_meta for v in flat)
+    for item in (*args, *kwargs.values()):
+        for value in item if isinstance(item, (list, tuple)) else (item,):
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                return True
+    return False
 
 
 # -- factories -----------------------------------------------------------------------------
@@ -115,7 +122,7 @@ def with_dtype(
     op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Fixes a factory's dtype now, since the default dtype may differ when a worker runs it."""
-    names = [a.name for a in op._schema.arguments]
+    names = argument_names(op)
     if "dtype" not in names or kwargs.get("dtype") is not None or names.index("dtype") < len(args):
         return kwargs
     meta = infer(op, args, kwargs)
@@ -137,7 +144,7 @@ class Form:
     @property
     def draws(self) -> bool:
         """Whether it is random."""
-        return torch.Tag.nondeterministic_seeded in self.op.tags
+        return is_seeded(self.op)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         names = [a.name for a in self.original._schema.arguments]
@@ -264,15 +271,6 @@ def view_form(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 # -- views ---------------------------------------------------------------------------------
 
 
-def offsets(
-    op: torch._ops.OpOverload, base: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[int]:
-    """Returns the storage offset of each result of a view operation, in elements."""
-    results = op(meta_tensor(base), *args, **kwargs)
-    results = results if isinstance(results, (list, tuple)) else [results]
-    return [r.storage_offset() for r in results]
-
-
 def put_back(builder: Builder, step: ViewStep, base: int, value: int) -> int:
     """Records the base of a view with the view's elements replaced, and returns its number.
 
@@ -371,13 +369,19 @@ _INVERSES: dict[Any, _Inverse] = {
 
 def draws(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether a call draws random numbers: it is seeded and its dropout is not zero."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
+    if not is_seeded(op):
         return False
-    names = [a.name for a in op._schema.arguments]
+    names = argument_names(op)
     if "dropout_p" not in names:
         return True
     place = names.index("dropout_p")
     return (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) != 0
+
+
+@functools.lru_cache(maxsize=4096)
+def is_seeded(op: torch._ops.OpOverload) -> bool:
+    """Returns whether an operation may draw random numbers."""
+    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,19 +3,144 @@
 Takes an operation whose tensor arguments are `Spec`s; gives a `Meta` for each result. Errors
 of the meta kernel (shapes that do not fit, a refused dtype) are the operation's own and reach
 the caller at the call.
+
+A meta kernel depends on its arguments and on a few settings of torch, and nothing else: what it
+has said is remembered for the next time it is asked the same `Question`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from .program import Ref, ScalarRef
 from .rules import Meta
 from .spec import Spec
 
+CAPACITY = 8192
+"""How many answers are remembered."""
 
-def infer(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+
+class Question(NamedTuple):
+    """An operation and its arguments, tensors as `Spec`s, laid out flat to be a key.
+
+    Attributes:
+        op: The operation.
+        leaves: The arguments and after them the keyword arguments, a list as its length and then
+            its items.
+        kinds: What tells leaves apart that are equal: the type, or the text of a float or complex.
+        num_args: How many of the arguments are positional.
+        names: The names of the keyword arguments.
+        is_a_key: Whether equal questions have equal answers, as far as is known.
+    """
+
+    op: torch._ops.OpOverload
+    leaves: tuple[Any, ...]
+    kinds: tuple[Any, ...]
+    num_args: int
+    names: tuple[str, ...]
+    is_a_key: bool
+
+    def arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the arguments and the keyword arguments, with lists for tuples."""
+        leaves = iter(zip(self.leaves, self.kinds, strict=True))
+        args = [_next(leaves) for _ in range(self.num_args)]
+        return args, {name: _next(leaves) for name in self.names}
+
+
+_STATELESS = {"aten", "prims", "dtorch"}  # an operation of somebody else's may read what it likes
+_PLAIN = {
+    Spec,
+    int,
+    bool,
+    float,
+    complex,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+}
+
+
+def question(
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    specs: Sequence[Spec] = (),
+    scalars: Sequence[Any] = (),
+) -> Question:
+    """Returns the question of an operation's results.
+
+    Args:
+        op: The operation.
+        args: Its positional arguments; tensors are `Spec`s or `Ref`s, run-time scalars `ScalarRef`.
+        kwargs: Its keyword arguments, likewise.
+        specs: What a `Ref` stands for.
+        scalars: What a `ScalarRef` stands for: its value in this trace.
+    """
+    leaves: list[Any] = []
+    kinds: list[Any] = []
+
+    def lay_out(items: Iterable[Any]) -> None:
+        for item in items:
+            kind = type(item)
+            if kind is Ref:
+                item, kind = specs[item.id], Spec
+            elif kind is ScalarRef:
+                item = scalars[item.number]
+                kind = type(item)
+            if kind is float or kind is complex:
+                kind = repr(item)
+            elif isinstance(item, (list, tuple)):
+                leaves.append(len(item))
+                kinds.append(list)
+                lay_out(item)
+                continue
+            leaves.append(item)
+            kinds.append(kind)
+
+    lay_out(args)
+    lay_out(kwargs.values())
+    is_a_key = op.namespace in _STATELESS and _PLAIN.issuperset(map(type, leaves))
+    return Question(op, tuple(leaves), tuple(kinds), len(args), tuple(kwargs), is_a_key)
+
+
+def _next(leaves: Any) -> Any:
+    leaf, kind = next(leaves)
+    return [_next(leaves) for _ in range(leaf)] if kind is list else leaf
+
+
+@functools.lru_cache(maxsize=CAPACITY)
+def argument_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
+    """Returns the names of an operation's arguments, in order."""
+    return tuple(a.name for a in op._schema.arguments)
+
+
+def settings() -> Hashable:
+    """Returns the settings of torch that meta kernels read."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch._C._is_any_autocast_enabled() and _autocast(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+    )
+
+
+def _autocast() -> Hashable:
+    kinds = ("cpu", "cuda")
+    return tuple(torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) for k in kinds)
+
+
+def infer(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Returns the results of an operation, each tensor as a `Meta`.
 
     Args:
@@ -23,7 +148,24 @@ def infer(op: torch._ops.OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         args: Its positional arguments, tensors as `Spec`s.
         kwargs: Its keyword arguments, likewise.
     """
-    names = [a.name for a in op._schema.arguments]
+    return answer(question(op, args, kwargs))
+
+
+def answer(asked: Question) -> Any:
+    """Returns the results that a question asks for, as `infer`."""
+    if asked.is_a_key:
+        return _remembered(asked, settings())
+    return _from_meta_kernel(asked)
+
+
+@functools.lru_cache(maxsize=CAPACITY)
+def _remembered(asked: Question, settings: Hashable) -> Any:
+    return _from_meta_kernel(asked)
+
+
+def _from_meta_kernel(asked: Question) -> Any:
+    op, (args, kwargs) = asked.op, asked.arguments()
+    names = argument_names(op)
     kwargs = {k: _to_meta(v) for k, v in kwargs.items()}
     if "device" in names:
         kwargs["device"] = torch.device("meta")
@@ -46,7 +188,7 @@ def meta_tensor(spec: Spec) -> torch.Tensor:
 def _to_meta(value: Any) -> Any:
     if isinstance(value, Spec):
         return meta_tensor(value)
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return [_to_meta(v) for v in value]
     return torch.device("meta") if isinstance(value, torch.device) else value
 
@@ -54,7 +196,8 @@ def _to_meta(value: Any) -> Any:
 def _map_results(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         conj = value.is_conj() if value.is_complex() else False
-        return Meta(tuple(value.shape), value.dtype, value.stride(), conj, value.is_neg())
+        offset = int(value.storage_offset())
+        return Meta(tuple(value.shape), value.dtype, value.stride(), conj, value.is_neg(), offset)
     if isinstance(value, (list, tuple)):
         return [_map_results(v) for v in value]
     return value

@@ -199,9 +199,7 @@ class JitFunction(Generic[_P, _R]):
     def _numbers_of(self, names: frozenset[str]) -> frozenset[int]:
         return frozenset(i for i, n in enumerate(self._parameters) if n in names)
 
-    def _entry(
-        self, kind: str, arguments: Arguments, treespec: Any
-    ) -> tuple[Any, tuple[int, ...]]:
+    def _entry(self, kind: str, arguments: Arguments, treespec: Any) -> tuple[Any, tuple[int, ...]]:
         wants = _wants_grad(arguments) if kind == "grad" else ()
         key = (kind, wants, treespec, arguments.key, modes(), self._traced.training())
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from .placement import Partial, Shard
-from .runtime.collectives import nothing, reduce_parts
 from .runtime import Borrowed, Shards
+from .runtime.collectives import nothing, reduce_parts
 from .spec import Box, Spec
 
 

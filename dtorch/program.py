@@ -166,13 +166,19 @@ def _name_of(op: torch._ops.OpOverload) -> tuple[Any, tuple[str, str]]:
 copyreg.pickle(torch._ops.OpOverload, _name_of)
 
 
-def refs(tree: Any) -> Iterator[Ref]:
-    """Yields the `Ref`s in nested tuples and lists, in order."""
+def refs(tree: Any) -> list[Ref]:
+    """Returns the `Ref`s in nested tuples and lists, in order."""
+    found: list[Ref] = []
+    _collect_refs(tree, found)
+    return found
+
+
+def _collect_refs(tree: Any, found: list[Ref]) -> None:
     if type(tree) is Ref:
-        yield tree
+        found.append(tree)
     elif type(tree) in (tuple, list):
         for item in tree:
-            yield from refs(item)
+            _collect_refs(item, found)
 
 
 def map_refs(tree: Any, change: Callable[[Ref], Any]) -> Any:

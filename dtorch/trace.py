@@ -20,13 +20,14 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from . import functional
-from .builder import Builder, has_rule
+from .builder import Builder
+from .decision import flattened, has_rule
 from .errors import DataDependentError, MutationError, TraceError
 from .infer import infer, meta_tensor
 from .mesh import DeviceMesh
@@ -169,7 +170,7 @@ class Tracer:
             step = path[-1]
             base = self._follow(storage, path[:-1])
             results = self.builder.apply(step.op, (Ref(base), *step.args), step.kwargs)
-            value = _flat(results)[step.output]
+            value = flattened(results)[step.output]
             storage.cache[path] = value
         return value
 
@@ -260,6 +261,7 @@ class Tracer:
         replicated = (Replicate(),) * self.mesh.ndim
         spec = Spec.of(tensor.shape, tensor.dtype, self.mesh, replicated, dense_stride(tensor))
         value = self.builder.add_input(spec)
+        self.builder.constants.add(value)
         version = None if tensor.is_inference() else tensor._version
         self.sources.append(Source("constant", tensor, version))
         return self.wrap(value)
@@ -283,27 +285,14 @@ class Tracer:
         special = SPECIAL.get(op)
         if special is not None:
             return special(self, op, args, kwargs)
-        if op.namespace == "profiler":
-            return op(*args, **kwargs)
         if functional.is_about_shapes(args, kwargs):
             return self._on_meta(op, args, kwargs)
-        kind = functional.kind_of(op)
-        decomposable = _can_decompose(op)
-        if kind is functional.Kind.MUTATES:
-            return (
-                self._decompose(op, args, kwargs)
-                if decomposable
-                else self._mutate(op, args, kwargs)
-            )
-        if kind is functional.Kind.VIEWS:
-            return (
-                self._decompose(op, args, kwargs) if decomposable else self._view(op, args, kwargs)
-            )
-        if not decomposable and functional.draws(op, args, kwargs):
-            return self._random(op, args, kwargs)
-        if decomposable and (not has_rule(op) or functional.draws(op, args, kwargs)):
-            return self._decompose(op, args, kwargs)
-        return self.record(op, args, kwargs)
+        return _handler(op, functional.draws(op, args, kwargs))(self, op, args, kwargs)
+
+    def _as_it_is(
+        self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return op(*args, **kwargs)
 
     def _on_meta(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -341,7 +330,9 @@ class Tracer:
         """As `record`, but returns the numbers of the results."""
         _refuse_data_dependent(op, args)
         lowered, named = self._lowered(op, args, kwargs)
-        has_operands = next(refs((lowered, tuple(named.values()))), None) is not None
+        if not functional.takes_device(op):
+            return self.builder.apply(op, lowered, named, self.mesh)
+        has_operands = bool(refs((lowered, tuple(named.values()))))
         named = functional.with_device(op, named, self.mesh, has_operands)
         if has_operands:
             return self.builder.apply(op, lowered, named)
@@ -354,16 +345,15 @@ class Tracer:
         """The placements wanted of a factory, if its result has the dims that they name."""
         if self._wanted is None:
             return None
-        (meta, *_) = _flat(infer(op, self.builder.with_scalars(args), kwargs))
+        (meta, *_) = flattened(infer(op, self.builder.with_scalars(args), kwargs))
         dims = (p.dim for p in self._wanted if isinstance(p, Shard))
         return self._wanted if all(d < len(meta.shape) for d in dims) else None
 
     def _wrapped(self, op: torch._ops.OpOverload, results: list[Any]) -> Any:
-        returns = op._schema.returns
         wrapped = [self._wrap_result(r) for r in results]
-        if len(returns) == 1 and isinstance(returns[0].type, torch.ListType):
+        if _returns_list(op):
             return wrapped
-        return wrapped[0] if len(returns) == 1 else tuple(wrapped)
+        return wrapped[0] if _num_returns(op) == 1 else tuple(wrapped)
 
     def _wrap_result(self, result: Any) -> Any:
         if isinstance(result, list):
@@ -386,7 +376,7 @@ class Tracer:
         kwargs = dict(kwargs)
         generator = kwargs.pop("generator", None)
         lowered, named = self._lowered(op, args, kwargs)
-        has_operands = next(refs((lowered, tuple(named.values()))), None) is not None
+        has_operands = bool(refs((lowered, tuple(named.values()))))
         named = functional.with_device(op, named, self.mesh, has_operands)
         if not has_operands:
             named = functional.with_dtype(op, self.builder.with_scalars(lowered), named)
@@ -404,13 +394,13 @@ class Tracer:
             base, args, kwargs = self._by_place_in_memory(base, *args[1:], **kwargs)
         lowered, named = self._lowered(op, args[1:], kwargs, skip=1)
         results = self.builder.apply(op, (Ref(self.read(base)), *lowered), named)
-        offsets = functional.offsets(op, base._spec, lowered, named)
+        metas = flattened(infer(op, (base._spec, *lowered), named))
         views = []
-        for number, value in enumerate(_flat(results)):
+        for number, value in enumerate(flattened(results)):
             step = ViewStep(op, tuple(lowered), named, number)
-            offset = base._offset + offsets[number]
+            offset = base._offset + metas[number].offset
             views.append(self.wrap(value, base._storage, (*base._path, step), offset))
-        return views if isinstance(op._schema.returns[0].type, torch.ListType) else views[0]
+        return views if _returns_list(op) else views[0]
 
     def _by_place_in_memory(
         self, view: SymbolicTensor, size: Any, stride: Any, storage_offset: Any = None
@@ -508,20 +498,18 @@ class Tracer:
         skip: int = 0,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replaces tensors by `Ref`s and symbolic numbers by `ScalarRef`s or their values."""
-        schema = op._schema.arguments
-        by_name = {a.name: a for a in schema}
-        lowered = tuple(self._lower(op, v, schema[i + skip]) for i, v in enumerate(args))
-        return lowered, {k: self._lower(op, v, by_name[k]) for k, v in kwargs.items()}
+        lowered = tuple([self._lower(op, v, i + skip) for i, v in enumerate(args)])
+        return lowered, {k: self._lower(op, v, k) for k, v in kwargs.items()}
 
-    def _lower(self, op: torch._ops.OpOverload, value: Any, argument: Any) -> Any:
+    def _lower(self, op: torch._ops.OpOverload, value: Any, place: int | str) -> Any:
         if isinstance(value, torch.Tensor):
             return Ref(self.read(self.lift(value)))
         if isinstance(value, (list, tuple)):
-            return [self._lower(op, v, argument) for v in value]
+            return [self._lower(op, v, place) for v in value]
         node = node_of(value)
         if node is None:
             return value
-        if not functional.may_stay_symbolic(op, argument):
+        if not functional.may_stay_symbolic(op, place):
             return node.read()
         key = (node.expression, type(node.value))
         if key not in self._scalars:
@@ -532,28 +520,53 @@ class Tracer:
 
 
 @functools.lru_cache(maxsize=4096)
-def _can_decompose(op: torch._ops.OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _COMPOSITE)
+def _handler(op: torch._ops.OpOverload, draws: bool) -> Callable[..., Any]:
+    """The method that records an operation which is not special."""
+    if op.namespace == "profiler":
+        return Tracer._as_it_is
+    kind = functional.kind_of(op)
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _COMPOSITE):
+        whole = kind is functional.Kind.PURE and has_rule(op) and not draws
+        return Tracer.record if whole else Tracer._decompose
+    if kind is functional.Kind.MUTATES:
+        return Tracer._mutate
+    if kind is functional.Kind.VIEWS:
+        return Tracer._view
+    return Tracer._random if draws else Tracer.record
 
 
-def _flat(results: Any) -> list[Any]:
-    if isinstance(results, list):
-        return [r for item in results for r in _flat(item)]
-    return [results]
+@functools.lru_cache(maxsize=4096)
+def _num_returns(op: torch._ops.OpOverload) -> int:
+    return len(op._schema.returns)
+
+
+@functools.lru_cache(maxsize=4096)
+def _returns_list(op: torch._ops.OpOverload) -> bool:
+    returns = op._schema.returns
+    return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
 def _refuse_data_dependent(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-    dynamic = torch.Tag.dynamic_output_shape in op.tags
-    if op in (aten.where.default, aten._linalg_check_errors.default):
-        dynamic = True
-    if op is aten.one_hot.default:
+    dynamic = _may_depend_on_data(op)
+    if op is _ONE_HOT:
         dynamic = not any(type(a) is int and a >= 0 for a in args[1:])
-    if op is aten.index.Tensor:
+    if op is _INDEX:
         (indices,) = args[1:]
         dynamic = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices)
-    if dynamic or torch.Tag.data_dependent_output in op.tags:
+    if dynamic:
         raise DataDependentError(
             f"the result of {op} depends on the values of its arguments, which exist at run "
             f"time only, but the function is being traced ({user_line() or 'unknown line'}).\n"
             "  Fix: use torch.where or a mask, or compute it outside the jitted function."
         )
+
+
+_ONE_HOT, _INDEX = aten.one_hot.default, aten.index.Tensor
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_depend_on_data(op: torch._ops.OpOverload) -> bool:
+    """Whether the shapes of an operation's results depend on the values of its arguments."""
+    tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+    listed = (aten.where.default, aten._linalg_check_errors.default)
+    return op in listed or any(tag in op.tags for tag in tags)

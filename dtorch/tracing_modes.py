@@ -83,16 +83,17 @@ _GRADIENT_FUNCTIONS = {
     torch.autograd.grad,
     torch.autograd.backward,
 }
+_REQUIRES_GRAD_FUNCTIONS = {
+    torch.Tensor.requires_grad_,
+    torch.Tensor.requires_grad.__set__,  # pyright: ignore[reportAttributeAccessIssue]
+}
 
 
 def asks_for_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns whether a call only makes sense where autograd records."""
-    if func in _GRADIENT_FUNCTIONS:
-        return True
-    if func is torch.Tensor.requires_grad_:
+    if func in _REQUIRES_GRAD_FUNCTIONS:
         return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-    setter = getattr(func, "__name__", "") == "__set__"
-    return setter and func == torch.Tensor.requires_grad.__set__ and bool(args[1])  # pyright: ignore[reportAttributeAccessIssue]
+    return func in _GRADIENT_FUNCTIONS
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 `spread` builds a tensor from its shards, with partial values that really differ between the
 devices; `check` reads the shards back and compares them with PyTorch's value; `sweep` runs a
 torch function on every combination of layouts of its arguments. Where there are many, a seeded
-sample is taken; ``DTORCH_SWEEP=10`` takes one ten times as large, ``DTORCH_SWEEP=full`` runs all.
+sample is taken; ``DTORCH_SWEEP=10`` takes one ten times as large, ``DTORCH_SWEEP=0.1`` one a tenth
+as large, and ``DTORCH_SWEEP=full`` runs all.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dtorch.tensor import Tensor
 
 SWEEP = os.environ.get("DTORCH_SWEEP", "1")
 FULL = SWEEP == "full"
-TIMES = 1 if FULL else int(SWEEP)
+TIMES = 1.0 if FULL else float(SWEEP)
 ONE_AXIS = 50
 """How many combinations to try on a mesh of one axis: all of them for two matrices."""
 
@@ -45,11 +46,17 @@ def S(dim: int) -> Shard:
     return Shard(dim)
 
 
+def sampled(count: int) -> int:
+    """How many of a sample to take, where `count` is the usual number."""
+    return max(1, round(count * TIMES))
+
+
 def sample(items: Sequence[Any], count: int, seed: int) -> list[Any]:
     """At most `count` of the items, always the same ones; all of them in a full sweep."""
-    if FULL or len(items) <= count * TIMES:
+    count = sampled(count)
+    if FULL or len(items) <= count:
         return list(items)
-    return random.Random(seed).sample(list(items), count * TIMES)
+    return random.Random(seed).sample(list(items), count)
 
 
 # -- values --------------------------------------------------------------------------------
@@ -273,10 +280,11 @@ def combinations(
     total = 1
     for layouts in each:
         total *= len(layouts)
-    if FULL or total <= count * TIMES:
+    count = sampled(count)
+    if FULL or total <= count:
         return list(itertools.product(*each))
     drawn = random.Random(total)
-    found = {tuple(drawn.choice(layouts) for layouts in each) for _ in range(count * TIMES)}
+    found = {tuple(drawn.choice(layouts) for layouts in each) for _ in range(count)}
     return sorted(found, key=repr)
 
 

@@ -214,7 +214,7 @@ def test_21_stack_twice_does_no_propagation_the_second_time(
 
     a, b = (place(torch.ones(3, 5), TWO, Shard(0)) for _ in range(2))
     torch.stack([a, b])
-    monkeypatch.setattr(builder, "propagate", lambda *_: pytest.fail("propagated again"))
+    monkeypatch.setattr(builder, "decide", lambda *_: pytest.fail("propagated again"))
     assert torch.stack([a, b]).shape == (2, 3, 5)
 
 

@@ -354,8 +354,8 @@ def test_a_second_call_does_no_propagation(monkeypatch: pytest.MonkeyPatch) -> N
     torch.stack([x, y])
     torch.cat((x, y)).sum()
     calls: list[Any] = []
-    original = builder.propagate
-    monkeypatch.setattr(builder, "propagate", lambda *a: calls.append(a) or original(*a))
+    original = builder.decide
+    monkeypatch.setattr(builder, "decide", lambda *a: calls.append(a) or original(*a))
     torch.stack([x, y])
     torch.cat((x, y)).sum()
     assert calls == []

@@ -275,3 +275,101 @@ def test_programs_run_as_they_print():
         i.split("#")[0].strip() for i in MLP.splitlines()[1:]
     ]
     check(dtorch.jit(mlp)(*arguments), mlp(x, up, down), rtol=1e-5, atol=1e-5)
+
+
+# -- what is recorded once -----------------------------------------------------------------
+
+
+def _ops(program):
+    return [i.op for i in program.instructions if isinstance(i, Apply)]
+
+
+def _program_of(function, *shapes):
+    program = dtorch.jit(function).program(*(spread(values(s), PAIR, [S(0)]) for s in shapes))
+    verify(program)
+    return program
+
+
+def test_a_view_that_changes_nothing_is_not_recorded():
+    program = _program_of(lambda x: x.view(4, 6).expand(4, 6)[:, :].relu(), (4, 6))
+    assert _ops(program) == [aten.relu.default]
+
+
+def test_the_same_view_is_recorded_once():
+    program = _program_of(lambda x: x.t().relu() + x.t().exp() + x[None][0].t(), (4, 4))
+    assert _ops(program).count(aten.t.default) == 2
+
+
+def test_a_view_of_what_has_changed_is_another_view():
+    def function(x):
+        x = x.clone()
+        before = x.t().relu()
+        x.add_(1)
+        return before + x.t()
+
+    x = values((4, 4))
+    assert torch.equal(dtorch.jit(function)(spread(x, PAIR, [S(0)])).to_torch(), function(x))
+
+
+def test_constants_are_computed_once():
+    def function(x):
+        for _ in range(3):
+            x = x * (1.0 / 10.0 ** (torch.arange(0, 6, dtype=x.dtype, device=x.device) / 6))
+        return x
+
+    ops = _ops(_program_of(function, (4, 6)))
+    assert ops.count(aten.arange.start) == ops.count(aten.pow.Scalar) == 1
+    assert ops.count(aten.mul.Tensor) == 4
+
+
+def test_constants_of_different_numbers_are_kept_apart():
+    def function(x):
+        return x * torch.full((6,), 0.0) + x / torch.full((6,), -0.0)
+
+    x = values((4, 6))
+    assert torch.equal(dtorch.jit(function)(spread(x, PAIR, [S(0)])).to_torch(), function(x))
+
+
+def test_run_time_scalars_are_kept_apart_where_they_are_equal_in_the_trace():
+    def function(x, a, b):
+        return x * torch.full((6,), a) + torch.full((6,), b)
+
+    jitted, x = dtorch.jit(function), values((4, 6))
+    for a, b in ((2.0, 2.0), (3.0, 5.0)):
+        found = jitted(spread(x, PAIR, [S(0)]), a, b).to_torch()
+        assert torch.equal(found, function(x, a, b))
+    assert jitted.cache_info().misses == 1
+
+
+def test_random_numbers_are_drawn_each_time():
+    def function(x):
+        return torch.stack([torch.rand(4), torch.rand(4)]) + 0 * x.sum()
+
+    first, second = dtorch.jit(function)(spread(values((4, 6)), PAIR, [S(0)])).to_torch()
+    assert not torch.equal(first, second)
+
+
+def test_what_is_computed_again_from_arguments_is_left():
+    program = _program_of(lambda x: x.exp() + x.exp(), (4, 6))
+    assert _ops(program).count(aten.exp.default) == 2
+
+
+def test_two_equal_constants_can_both_be_changed():
+    def function(x):
+        a, b = torch.zeros(6), torch.zeros(6)
+        a[0] = 1
+        return a + x, b + x
+
+    x = values((4, 6))
+    found = dtorch.jit(function)(spread(x, PAIR, [S(0)]))
+    for left, right in zip(found, function(x), strict=True):
+        assert torch.equal(left.to_torch(), right)
+
+
+def test_two_equal_constants_are_two_results():
+    a, b = dtorch.jit(lambda x: (torch.zeros(6) + 0, torch.zeros(6) + 0))(
+        spread(values((4, 6)), PAIR, [S(0)])
+    )
+    a.add_(1)
+    assert torch.equal(a.to_torch(), torch.ones(6))
+    assert torch.equal(b.to_torch(), torch.zeros(6))

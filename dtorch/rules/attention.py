@@ -21,7 +21,7 @@ def flash_attention_for_cpu(call: OpCall) -> Sharding:
     inputs = (_QUERY, _KEY, _VALUE, *_mask(call, 3))
     logsumexp = ("b", "l", "h") if _is_seq_major(call) else ("b", "h", "l")
     outputs = (("b", "h", "l", "v"), logsumexp)
-    return Sharding(inputs, outputs, whole=_with_unequal_heads(call), filled=_FILLED)
+    return Sharding(inputs, outputs, whole=_WHOLE, even=_unequal_heads(call), filled=_FILLED)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward)
@@ -31,7 +31,7 @@ def flash_attention_for_cpu_backward(call: OpCall) -> Sharding:
     result = ("b", "h", "l", "v")
     inputs = (result, _QUERY, _KEY, _VALUE, result, logsumexp, *_mask(call, 6))
     outputs = (_QUERY, _KEY, _VALUE)
-    return Sharding(inputs, outputs, whole=_with_unequal_heads(call, 1), filled=_FILLED)
+    return Sharding(inputs, outputs, whole=_WHOLE, even=_unequal_heads(call, 1), filled=_FILLED)
 
 
 def _is_seq_major(call: OpCall, place: int | None = None) -> bool:
@@ -40,10 +40,10 @@ def _is_seq_major(call: OpCall, place: int | None = None) -> bool:
     return tuple(shape) == (query[0], query[2], query[1])
 
 
-def _with_unequal_heads(call: OpCall, first: int = 0) -> frozenset[str]:
-    """With fewer key heads than query heads, a device would need heads of another."""
+def _unequal_heads(call: OpCall, first: int = 0) -> frozenset[str]:
+    """Fewer key heads than query heads are split evenly: each device has whole groups of both."""
     query, key = call.tensors[first].shape, call.tensors[first + 1].shape
-    return _WHOLE | {"h"} if query[1] != key[1] else _WHOLE
+    return frozenset({"h"} if query[1] != key[1] else ())
 
 
 def _mask(call: OpCall, place: int) -> tuple[Dims, ...]:

@@ -35,13 +35,18 @@ ANY_REDUCTION = ("sum", "avg", "max", "min")
 
 
 class Meta(NamedTuple):
-    """What inference says of a result: a spec without a layout."""
+    """What inference says of a result: a spec without a layout, and where a view starts.
+
+    The offset is that of a view in the storage of its base, in elements, where the base itself
+    starts at 0.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...]
     conj: bool = False
     neg: bool = False
+    offset: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 from .backend import Shards
 from .shards import values_of
 
+
 class _CallbackThread:
     """Runs the callbacks of futures, one after another, on a daemon thread made at first use."""
 

@@ -14,14 +14,14 @@ import os
 import pathlib
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import DTorchError, ShutdownError
 from ..mesh import Device
-from ..program import SourceLine
+from ..source import user_line
 from . import executor
 from .executor import Call, DeviceState, Executable
 from .shards import Failure, Shards
@@ -147,10 +147,7 @@ def check_not_on_worker(what: str) -> None:
 
 
 def submit(
-    executable: Executable,
-    inputs: Sequence[Shards],
-    scalars: Sequence[Any],
-    site: SourceLine | None,
+    executable: Executable, inputs: Sequence[Shards], scalars: Sequence[Any]
 ) -> list[Shards]:
     """Queues a program on every device that takes part. Does not wait.
 
@@ -158,7 +155,6 @@ def submit(
         executable: What runs.
         inputs: The shards of each input.
         scalars: The run-time scalars.
-        site: The user's line that makes the call.
 
     Returns:
         The shards of each output, which are pending.
@@ -167,7 +163,7 @@ def submit(
     program = executable.program
     outputs = [Shards.pending(len(mesh.devices)) for _, mesh in program.outputs]
     num_threads = max(1, torch.get_num_threads() // max(1, len(program.devices)))
-    call = Call(executable, inputs, outputs, scalars, num_threads, site)
+    call = Call(executable, inputs, outputs, scalars, num_threads, user_line())
     with _pool.lock:
         if _pool.stopping.is_set():
             _abandon(call)

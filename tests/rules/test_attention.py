@@ -45,11 +45,13 @@ def test_equals_torch_in_every_layout(which):
 @pytest.mark.parametrize("grad_of", [(0,), (0, 1, 2), (1, 2)])
 @pytest.mark.parametrize("mesh", [PAIR, TRIPLE], ids=["2", "3"])
 @pytest.mark.parametrize("placement", [R, S(0), S(1)])
-def test_gradients_equal_torch(mesh, placement, grad_of):
-    inputs = [values(s, seed=i) for i, s in enumerate((Q, KV, KV))]
+@pytest.mark.parametrize("heads", [4, 2])
+def test_gradients_equal_torch(mesh, placement, grad_of, heads):
+    keys = (2, heads, 5, 8)
+    inputs = [values(s, seed=i) for i, s in enumerate((Q, keys, keys))]
 
     def loss(*tensors):
-        return F.scaled_dot_product_attention(*tensors).square().sum()
+        return _grouped(*tensors).square().sum()
 
     wanted = [t.clone().requires_grad_(i in grad_of) for i, t in enumerate(inputs)]
     loss(*wanted).backward()
@@ -59,10 +61,11 @@ def test_gradients_equal_torch(mesh, placement, grad_of):
         torch.testing.assert_close(g.to_torch(), wanted[i].grad, rtol=1e-5, atol=1e-5)
 
 
-def test_batch_and_heads_do_not_communicate():
-    q, kv = values((2, 4, 3, 8)), values((2, 4, 5, 8))
+@pytest.mark.parametrize("heads", [4, 2])
+def test_batch_and_heads_do_not_communicate(heads):
+    q, kv = values((2, 4, 3, 8)), values((2, heads, 5, 8))
     tensors = [spread(t, SQUARE, [S(0), S(1)]) for t in (q, kv, kv)]
-    program = dtorch.jit(F.scaled_dot_product_attention).program(*tensors)
+    program = dtorch.jit(_grouped).program(*tensors)
     assert program.communication() == []
     assert not program.fallbacks()
     assert program.specs[program.outputs[0]].placements == (S(0), S(1))

@@ -7,6 +7,7 @@ from layouts import MAX, PAIR, SUM, TRIPLE, R, S, case, check, spread, sweep, va
 
 import dtorch
 from dtorch.errors import WorkerError
+from dtorch.lowering import lower
 
 I64 = torch.int64
 aten = torch.ops.aten
@@ -69,6 +70,13 @@ def test_a_table_split_over_rows_gives_a_partial_sum_without_communication():
         )
         assert program.specs[program.outputs[0]].placements == (SUM,)
         assert program.communication() == []
+
+
+def test_a_table_split_over_one_device_is_read_as_it_is():
+    mesh = dtorch.DeviceMesh("cpu", [0])
+    ids, table = spread(_indices(7, 5), mesh, [R]), spread(values((7, 4)), mesh, [S(0)])
+    local = lower(dtorch.jit(F.embedding).program(ids, table))
+    assert [i.op for i in local.instructions] == [aten.embedding.default]
 
 
 @pytest.mark.parametrize("bad", [-1, 7, 8, 100])

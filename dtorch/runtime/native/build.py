@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -101,7 +102,7 @@ def _build(folder: Path) -> None:
             is_python_module=False,
             is_standalone=False,
         )
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         (folder / "build.log").write_text(str(error))
         print(" failed", file=sys.stderr, flush=True)
         raise BuildError(f"the build failed, see {folder / 'build.log'}") from error

@@ -110,6 +110,10 @@ ShardsPtr mark(const std::vector<std::string>& devices);
 void stop(FailurePtr stopped);
 
 bool on_worker();
+
+// Keeps up to `limit` bytes of the large blocks that workers free, for their next allocations.
+void install_host_cache(size_t limit);
+void empty_host_cache();
 void set_thread_setters(std::vector<void (*)(int)> setters);
 
 void before_fork();

@@ -1,4 +1,4 @@
-"""The native executor's Python side: the same programs, run by C++ threads without the interpreter lock.
+"""The Python side of the native executor, which runs programs without the interpreter lock.
 
 Gives what the portable one gives: `Shards`, `Executable`, `submit`, `synchronize`, `stop` and
 `check_not_on_worker`. This module hands the plain data of a local program to the C++ module.
@@ -125,19 +125,13 @@ def check_not_on_worker(what: str) -> None:
         raise DTorchError(f"{what} from a dtorch worker thread would wait for itself.")
 
 
-def submit(
-    executable: Executable,
-    inputs: Sequence[Any],
-    scalars: Sequence[Any],
-    site: SourceLine | None = None,
-) -> list[Any]:
+def submit(executable: Executable, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
     """Queues a program on every device that takes part. Does not wait.
 
     Args:
         executable: What runs.
         inputs: The shards of each input.
         scalars: The run-time scalars.
-        site: Not used: the C++ code finds the user's line.
 
     Returns:
         The shards of each output, which are pending.
@@ -253,6 +247,7 @@ NATIVE.give(
 NATIVE.set_thread_setters(
     [ctypes.cast(setter, ctypes.c_void_p).value for setter in thread_setters()]
 )
+NATIVE.install_host_cache(int(os.environ.get("DTORCH_HOST_CACHE_MB", "1024")) << 20)
 _start_waker()
 atexit.register(stop)
 os.register_at_fork(

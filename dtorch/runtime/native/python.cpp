@@ -407,6 +407,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     for (uintptr_t address : addresses) setters.push_back(reinterpret_cast<void (*)(int)>(address));
     set_thread_setters(std::move(setters));
   });
+  module.def("install_host_cache", &install_host_cache);
+  module.def("empty_host_cache", &empty_host_cache);
   module.def("before_fork", &before_fork);
   module.def("after_fork_in_parent", &after_fork_in_parent);
   module.def("after_fork_in_child", [](const py::object& lost) {

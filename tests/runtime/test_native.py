@@ -1,0 +1,312 @@
+"""The native executor: how it is chosen and built, and what its cache of calls must tell apart."""
+
+import gc
+import os
+import re
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dtorch
+from dtorch import Partial, Replicate, Shard
+from dtorch.errors import MutationError, WorkerError
+from dtorch.runtime import EXECUTOR
+
+TWO = dtorch.DeviceMesh("cpu", [0, 1])
+native = pytest.mark.skipif(EXECUTOR != "native", reason="the Python executor runs")
+
+
+def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("DTORCH_")}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+# -- how it is chosen ----------------------------------------------------------------------
+
+TELL = "import dtorch; print(dtorch.runtime.EXECUTOR, (dtorch.ones(3) + 1).tolist())"
+
+
+def test_the_variable_chooses() -> None:
+    done = python(TELL, DTORCH_EXECUTOR="python")
+    assert (done.stdout, done.stderr) == ("python [2.0, 2.0, 2.0]\n", "")
+    done = python(TELL, DTORCH_EXECUTOR="fast")
+    assert "DTORCH_EXECUTOR='fast': expected 'native' or 'python'" in done.stderr
+
+
+def test_without_a_compiler_one_line_says_so(tmp_path: Path) -> None:
+    nowhere = {"XDG_CACHE_HOME": str(tmp_path), "CXX": "/no/such/compiler"}
+    done = python(TELL, **nowhere)
+    assert done.stdout == "python [2.0, 2.0, 2.0]\n"
+    assert re.fullmatch(
+        r"dtorch: using the Python executor, which is slower: there is no C\+\+ compiler .*\n",
+        done.stderr,
+    )
+    done = python(TELL, DTORCH_EXECUTOR="native", **nowhere)
+    assert done.returncode == 1
+    assert "DTORCH_EXECUTOR=native, but there is no C++ compiler" in done.stderr
+
+
+def test_a_build_that_failed_is_not_tried_at_every_import(tmp_path: Path) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    broken = {"XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
+    first, second = python(TELL, **broken), python(TELL, **broken)
+    assert first.stdout == second.stdout == "python [2.0, 2.0, 2.0]\n"
+    assert "the build failed, see" in first.stderr
+    assert "an earlier build failed, see" in second.stderr
+    assert "python -m dtorch.build tries again" in second.stderr
+
+
+@native
+def test_building_ahead_says_where_it_is() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dtorch.build"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0
+    assert re.fullmatch(r"dtorch: the native executor is .*dtorch_native\.so\n", done.stdout)
+
+
+# -- what the cache of calls tells apart ---------------------------------------------------
+
+
+def twice(call: Callable[[], Any]) -> Any:
+    """The result of a call that is new, then known, then known once more."""
+    results = [call(), call(), call()]
+    for result in results[1:]:
+        assert type(result) is type(results[0])
+    return results[-1]
+
+
+@pytest.mark.parametrize("number", [1, 1.0, True, 0.0, -0.0, -3, 2.5, 1 << 40])
+def test_numbers_keep_their_type_and_sign(number: Any) -> None:
+    t = torch.tensor([1, 2])
+    x = dtorch.Tensor(t, device_mesh=TWO, placements=[Shard(0)])
+    for _ in range(2):
+        for other in (1, 1.0, True, -0.0, 0.0):
+            assert (x * other).dtype == (t * other).dtype
+        found = twice(lambda: x * number)
+        assert found.dtype == (t * number).dtype and torch.equal(found.to_torch(), t * number)
+        sign = twice(lambda: torch.copysign(x, number))
+        assert torch.equal(sign.to_torch(), torch.copysign(t, number))
+
+
+def test_an_integer_that_does_not_fit_64_bits_raises_as_in_torch() -> None:
+    for x in (torch.ones(2, dtype=torch.int64), dtorch.ones(2, dtype=torch.int64)):
+        for _ in range(2):
+            with pytest.raises(OverflowError, match="int too big to convert"):
+                x * (1 << 70)
+
+
+def test_run_time_scalars_are_not_in_the_key() -> None:
+    x = dtorch.ones(4)
+    _ = x * 2.0
+    before = dtorch.cache_info()
+    for i in range(5):
+        assert (x * (i + 0.5)).tolist() == [i + 0.5] * 4
+    after = dtorch.cache_info()
+    assert after.misses == before.misses and after.hits >= before.hits + 5
+
+
+def test_scalars_that_a_shape_reads_are_in_the_key() -> None:
+    t = torch.arange(12.0)
+    x = dtorch.Tensor(t, device_mesh=TWO, placements=[Shard(0)])
+    for _ in range(3):
+        for sizes in ((3, 4), (4, 3), (2, 6)):
+            assert x.reshape(*sizes).shape == sizes
+            assert torch.equal(x.reshape(sizes).sum(1).to_torch(), t.reshape(sizes).sum(1))
+        for dim in (0, 1):
+            assert torch.equal(x.reshape(3, 4).sum(dim).to_torch(), t.reshape(3, 4).sum(dim))
+
+
+def test_settings_are_in_the_key() -> None:
+    x = dtorch.ones(3, dtype=torch.int64)
+    assert (x * 0.5).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (x * 0.5).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (x * 0.5).dtype == torch.float32
+    with torch.inference_mode():
+        assert (x + 1).is_inference()
+    assert not (x + 1).is_inference()
+
+
+def test_requires_grad_is_seen_on_a_known_call() -> None:
+    x, y = dtorch.ones(3), dtorch.ones(3)
+    assert not twice(lambda: x * y).requires_grad
+    y.requires_grad_()
+    assert (x * y).requires_grad
+    with torch.no_grad():
+        assert not (x * y).requires_grad
+    (x * y).sum().backward()
+    assert y.grad is not None and y.grad.tolist() == [1, 1, 1]
+
+
+def test_autocast_and_modes_are_seen_on_a_known_call() -> None:
+    x = dtorch.ones(4, 4)
+    assert twice(lambda: x @ x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x @ x).dtype == torch.bfloat16
+    seen: list[Any] = []
+
+    class Spy(torch.overrides.TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Spy():
+        _ = x + x
+    assert torch.Tensor.add in seen
+
+
+def test_containers_names_and_strings_are_in_the_key() -> None:
+    t = torch.randn(4, 6)
+    x = dtorch.Tensor(t, device_mesh=TWO, placements=[Shard(0)])
+    for _ in range(3):
+        assert torch.equal(torch.cat([x, x]).to_torch(), torch.cat([t, t]))
+        assert torch.equal(torch.cat((x, x, x), dim=1).to_torch(), torch.cat((t, t, t), dim=1))
+        for how in ("none", "tanh"):
+            found = torch.nn.functional.gelu(x, approximate=how)
+            assert torch.equal(found.to_torch(), torch.nn.functional.gelu(t, approximate=how))
+        for key in (0, -1, slice(1, 3), (slice(None), 2), (..., None), (slice(None, None, 2), 1)):
+            assert torch.equal(x[key].to_torch(), t[key])
+        keep = torch.sum(x, dim=1, keepdim=True)
+        assert keep.shape == (4, 1) and torch.sum(x, keepdim=False, dim=1).shape == (4,)
+
+
+def test_a_partial_value_that_has_been_reduced_is_another_key() -> None:
+    p = dtorch.ones(4, 4, device_mesh=TWO, placements=[Partial()])
+    for _ in range(4):
+        assert torch.equal((p * p).to_torch(), torch.ones(4, 4))
+        assert (p + p).sum().item() == 32
+
+
+def test_views_and_writes_on_known_calls() -> None:
+    for _ in range(3):
+        x = dtorch.zeros(4, device_mesh=TWO, placements=[Shard(0)])
+        view = x[1:3]
+        with pytest.raises(MutationError, match="an in-place call on a view"):
+            view.add_(1)
+        del view
+        x.add_(1)
+        x += 2
+        assert x.tolist() == [3.0] * 4 and x._version == 2
+
+
+def test_a_known_call_keeps_nothing_alive() -> None:
+    f = dtorch.jit(lambda a, b: (a + b, {"twice": a * 2}))
+    x, y = dtorch.ones(3), dtorch.ones(3)
+    for _ in range(3):
+        f(x, y)
+        x.add_(0.0)
+        _ = x[1:]
+    refs = [weakref.ref(x), weakref.ref(y)]
+    del x, y, _
+    dtorch.synchronize()
+    gc.collect()
+    assert [r() for r in refs] == [None, None]
+
+
+def test_a_known_call_fails_with_the_line_that_made_it() -> None:
+    weight = dtorch.ones(4, 2, device_mesh=TWO, placements=[Shard(0)])
+    good = dtorch.tensor([1, 2], device_mesh=TWO)
+    bad = dtorch.tensor([1, 9], device_mesh=TWO)
+    lines = []
+    for ids in (good, bad, bad):
+        lines.append(sys._getframe().f_lineno + 1)
+        found = torch.nn.functional.embedding(ids, weight)
+    with pytest.raises(WorkerError, match="IndexError on cpu:") as caught:
+        found.to_torch()
+    assert f"{__file__}:{lines[-1]} in test_a_known_call_fails" in str(caught.value)
+
+
+# -- jitted calls --------------------------------------------------------------------------
+
+
+def test_jitted_calls_with_trees_in_any_order() -> None:
+    f = dtorch.jit(lambda p, x, scale=1.0: {"y": x @ p["w"] * scale, "same": x, "b": p["b"]})
+    w, b, x = torch.randn(3, 2), torch.randn(2), torch.randn(4, 3)
+    W, B, X = (dtorch.Tensor(t, device_mesh=TWO) for t in (w, b, x))
+    for _ in range(3):
+        for params in ({"w": W, "b": B}, {"b": B, "w": W}):
+            for scale in (1.0, 2.5):
+                found = f(params, X, scale=scale)
+                assert list(found) == ["y", "same", "b"]
+                assert found["same"] is X and found["b"] is B
+                assert torch.allclose(found["y"].to_torch(), x @ w * scale)
+    assert f.cache_info().hits >= 10
+
+
+def test_static_arguments_of_a_jitted_call() -> None:
+    f = dtorch.jit(lambda x, p: x * p if p > 1.5 else x, static_argnums=1)
+    x = dtorch.ones(2)
+    for _ in range(3):
+        assert f(x, 2.0).tolist() == [2, 2] and f(x, 1.0).tolist() == [1, 1]
+
+
+def test_a_jitted_call_sees_the_layout() -> None:
+    f = dtorch.jit(lambda x: x.sum(0) * 2)
+    t = torch.arange(6.0).reshape(3, 2)
+    for _ in range(3):
+        for placement in (Shard(0), Shard(1), Replicate(), Partial()):
+            x = dtorch.Tensor(t, device_mesh=TWO, placements=[placement])
+            assert torch.equal(f(x).to_torch(), t.sum(0) * 2)
+
+
+def test_many_client_threads_on_known_calls() -> None:
+    meshes = [dtorch.DeviceMesh("cpu", [i, i + 1]) for i in range(4)]
+    tensors = [dtorch.ones(5, device_mesh=m, placements=[Shard(0)]) for m in meshes]
+    f = dtorch.jit(lambda x, s: (x * s).sum())
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        for i in range(60):
+            x = tensors[(number + i) % 4]
+            found = [(x + number).sum().item(), f(x, float(i)).item()]
+            if found != [5.0 * (number + 1), 5.0 * i]:
+                wrong.append((number, i, found))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(t.is_alive() for t in threads) and wrong == []
+
+
+@native
+def test_a_python_kernel_takes_the_lock_only_for_itself() -> None:
+    with torch.library._scoped_library("dtorch_test", "DEF") as library:
+        library.define("doubled(Tensor x) -> Tensor")
+        library.impl("doubled", lambda x: x * 2, "CPU")
+        library.impl("doubled", torch.empty_like, "Meta")
+        x = dtorch.ones(3, device_mesh=TWO)
+        for _ in range(3):
+            assert torch.ops.dtorch_test.doubled(x).tolist() == [2.0] * 3
+
+        def fails(x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("from the kernel")
+
+        library.define("failing(Tensor x) -> Tensor")
+        library.impl("failing", fails, "CPU")
+        library.impl("failing", torch.empty_like, "Meta")
+        with pytest.raises(WorkerError, match="ValueError on cpu:0: from the kernel") as caught:
+            torch.ops.dtorch_test.failing(x).to_torch()
+        assert isinstance(caught.value.__cause__, ValueError)
