@@ -32,6 +32,7 @@ from .program import (
     ScalarRef,
     SourceLine,
     map_refs,
+    needed,
     refs,
 )
 from .redistribution import plan
@@ -264,17 +265,11 @@ class Builder:
         outputs: Sequence[int],
         name: str,
     ) -> Program:
-        needed = set(outputs)
-        kept: list[Instruction] = []
-        for instruction in reversed(instructions):
-            if any(v in needed for v in instruction.results()):
-                needed.update(instruction.inputs())
-                kept.append(instruction)
         return Program(
             specs=tuple(self.specs),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
-            instructions=tuple(reversed(kept)),
+            instructions=needed(instructions, outputs),
             num_scalars=len(self.scalar_values),
             name=name,
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -188,6 +188,17 @@ def map_refs(tree: Any, change: Callable[[Ref], Any]) -> Any:
     if type(tree) in (tuple, list):
         return type(tree)(map_refs(item, change) for item in tree)
     return tree
+
+
+def needed(instructions: Sequence[Instruction], outputs: Iterable[int]) -> tuple[Instruction, ...]:
+    """Returns the instructions that some values depend on, in order."""
+    wanted = set(outputs)
+    kept: list[Instruction] = []
+    for instruction in reversed(instructions):
+        if any(v in wanted for v in instruction.results()):
+            wanted.update(instruction.inputs())
+            kept.append(instruction)
+    return tuple(reversed(kept))
 
 
 # -- printing ------------------------------------------------------------------------------

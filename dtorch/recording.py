@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .arguments import Arguments, torch_spec
-from .compiled import Compiled, Output, may_be_refused
+from .compiled import Compiled, Output, may_be_refused, submit_program
 from .errors import TraceError
 from .lowering import lower
+from .passes import fold_constants
 from .program import Program
 from .runtime import Executable
 from .scalars import node_of, symbolic
@@ -112,15 +113,17 @@ def _check_no_gradient_left(tracer: Tracer) -> None:
 def compiled_from(
     tracer: Tracer, program: Program, end: Ending, treespec: Any, extra: tuple[int, ...] = ()
 ) -> Compiled:
-    """Lowers a program and returns the compiled call."""
+    """Lowers a program and returns the compiled call; what is constant in it runs now."""
+    inputs = set(program.inputs)
+    sources = [s for s, v in zip(tracer.sources, tracer.builder.inputs, strict=True) if v in inputs]
+    constants, program = fold_constants(program)
+    if constants is not None:
+        folded = submit_program(constants, Executable(lower(constants)), (), ())
+        sources += [Source("capture", tensor) for tensor in folded]
     return Compiled(
         program=program,
         executable=Executable(lower(program)),
-        sources=tuple(
-            s
-            for s, v in zip(tracer.sources, tracer.builder.inputs, strict=True)
-            if v in program.inputs
-        ),
+        sources=tuple(sources),
         expressions=tuple(tracer.expressions),
         outputs=end.outputs,
         treespec=treespec,

@@ -239,15 +239,33 @@ void leave(Exchange& exchange, const Meeting& meeting) {
   }
 }
 
-// Shows a part to the group and returns what the round takes from it.
+Part plain(Part part) {
+  if (part.tensor.defined()) part.tensor = part.tensor.resolve_conj().resolve_neg();
+  return part;
+}
+
+// Begins a step: shows a part to the group, for its first round.
+void run_show(Frame& frame, const Instruction& instruction) {
+  const Meeting& meeting = instruction.meetings[frame.device];
+  if (meeting.member < 0) return;
+  Part part;
+  try {
+    part = plain(frame.part(instruction.reads[0]));
+  } catch (...) {
+    part.failure = frame.failure(instruction);
+  }
+  Exchange& exchange = frame.call->exchanges[meeting.exchange];
+  arrive(exchange, meeting).set(meeting.member, std::move(part));
+  if (meeting.rounds.empty()) leave(exchange, meeting);
+}
+
+// Waits for what a round takes from the group.
 std::vector<Part> meet(Frame& frame, const Meeting& meeting, int number, const Part& part) {
-  static const std::vector<int> nobody;
-  const bool receives = !meeting.rounds.empty();
-  const auto& members = receives ? meeting.rounds[number].members : nobody;
+  const auto& members = meeting.rounds[number].members;
   if (meeting.visitors == 0) return std::vector<Part>(members.size(), part);
   Exchange& exchange = frame.call->exchanges[meeting.exchange + number];
   Shards& shown = arrive(exchange, meeting);
-  if (meeting.member >= 0) shown.set(meeting.member, part);
+  if (number > 0) shown.set(meeting.member, part);
   std::vector<Part> taken;
   while (!shown.wait(members, 0.2)) {
     if (stopping) {
@@ -262,19 +280,11 @@ std::vector<Part> meet(Frame& frame, const Meeting& meeting, int number, const P
   return taken;
 }
 
-Part plain(Part part) {
-  if (part.tensor.defined()) part.tensor = part.tensor.resolve_conj().resolve_neg();
-  return part;
-}
-
 void run_step(Frame& frame, const Instruction& instruction) {
   const Meeting& meeting = instruction.meetings[frame.device];
+  if (meeting.rounds.empty()) return;
   Part part;
-  if (meeting.member >= 0) part = plain(frame.part(instruction.reads[0]));
-  if (meeting.rounds.empty()) {
-    meet(frame, meeting, 0, part);
-    return;
-  }
+  if (meeting.visitors == 0) part = frame.part(instruction.reads[0]);
   for (size_t number = 0; number < meeting.rounds.size(); number++) {
     std::vector<Part> taken = meet(frame, meeting, int(number), part);
     part = Part();
@@ -312,7 +322,7 @@ void run(Call& call, int device, Frame& frame) {
       run_operation(frame, instruction, place);
     } else {
       if (!instruction.meetings[device].takes_part) continue;
-      run_step(frame, instruction);
+      instruction.shows ? run_show(frame, instruction) : run_step(frame, instruction);
     }
     frame.free(instruction.frees);
   }
@@ -464,7 +474,8 @@ struct Pool {
     return found.get();
   }
 };
-// Never destroyed: the workers of a process that exits are ended by `stop`.
+// Never destroyed: the workers of a process that exits are ended by `stop`. Python submits and
+// forks with the interpreter lock held, so no fork finds the lock of submission taken.
 Pool* pool = new Pool();
 std::mutex* submission = new std::mutex();
 
@@ -537,9 +548,6 @@ void stop(FailurePtr failure) {
 
 bool on_worker() { return this_is_a_worker; }
 void set_thread_setters(std::vector<void (*)(int)> setters) { thread_setters = std::move(setters); }
-
-void before_fork() { submission->lock(); }
-void after_fork_in_parent() { submission->unlock(); }
 
 bool after_fork_in_child() {
   // The parent's workers do not exist here; their objects are left alone.

@@ -121,4 +121,11 @@ void install_host_cache(size_t limit) {
 
 void empty_host_cache() { cache->empty(); }
 
+void host_cache_after_fork() {
+  // A worker of the parent may have been in the middle of changing it.
+  size_t limit = cache->limit;
+  cache = new HostCache();
+  install_host_cache(limit);
+}
+
 }  // namespace dtorch

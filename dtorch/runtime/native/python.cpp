@@ -238,9 +238,10 @@ Round round_of(const py::handle& round) {
 }
 
 // `meetings`: for each device of the program, (exchange of the first round, `Meeting`) or None.
-void add_step(Program& program, int input, int output, const py::handle& frees,
+void add_step(Program& program, bool shows, int input, int output, const py::handle& frees,
               const py::list& meetings, int origin) {
   Instruction made;
+  made.shows = shows;
   made.reads = {input};
   made.outputs = {output};
   made.frees = ints(frees);
@@ -409,10 +410,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("install_host_cache", &install_host_cache);
   module.def("empty_host_cache", &empty_host_cache);
-  module.def("before_fork", &before_fork);
-  module.def("after_fork_in_parent", &after_fork_in_parent);
   module.def("after_fork_in_child", [](const py::object& lost) {
     completions = new Completions();
+    host_cache_after_fork();
     Shards::after_fork(from_python(lost));
     return after_fork_in_child();
   });
