@@ -24,7 +24,7 @@ from .jit import JitFunction, jit
 from .mesh import DeviceMesh, init_device_mesh
 from .placement import P, Partial, PartitionSpec, Placement, Replicate, Shard
 from .program import Program
-from .runtime import TensorFuture, synchronize
+from .runtime import TensorFuture, empty_cache, synchronize
 from .tensor import Tensor
 from .transforms import eval_shape, grad, value_and_grad
 
@@ -44,6 +44,7 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "TensorFuture",
     "cache_clear",
     "cache_info",
+    "empty_cache",
     "errors",
     "eval_shape",
     "grad",

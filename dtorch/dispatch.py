@@ -314,6 +314,10 @@ def redistribute(source: Tensor, mesh: DeviceMesh, placements: Placements) -> Te
     """Returns a tensor in another layout; `placements` are normalised."""
     if mesh == source.device_mesh and placements == source._spec.placements:
         return source
+    target = source._spec.with_layout(mesh, placements)
+    result = _calls.call(target, (source,), {})  # knows nothing of what autograd has to record
+    if result is not memo.MISSED:
+        return result
     if source.requires_grad and torch.is_grad_enabled():
         return Redistribution.apply(source, mesh, placements)
     return _redistributed(source, mesh, placements)
@@ -324,10 +328,7 @@ def _redistributed(source: Tensor, mesh: DeviceMesh, placements: Placements) -> 
         return _move(source, mesh, placements)
     target = source._spec.with_layout(mesh, placements)
     call = memo.NamedCall(target, (source,), {})
-    result = _calls.call(*call)
-    if result is memo.MISSED:
-        result = _run_eagerly(_Move(target), *flatten(((source,), {})), call=call)
-    return result
+    return _run_eagerly(_Move(target), *flatten(((source,), {})), call=call)
 
 
 class _Move(NamedTuple):

@@ -108,13 +108,14 @@ def _made(
         "scalars": [expression[1] for expression in compiled.expressions],
         "specs": [specs[value] for value in compiled.program.outputs],
         "results": [(output.kind == "value", output.item) for output in compiled.outputs],
+        "reduced": list(compiled.reduced),
         "unflatten": None if is_leaf else compiled.treespec.unflatten,
     }
 
 
 def _is_simple(compiled: Compiled) -> bool:
     """Whether a call only computes new tensors from tensors and numbers that it is given."""
-    does_more = compiled.mutated or compiled.reduced or compiled.states or compiled.extra
+    does_more = compiled.mutated or compiled.states or compiled.extra
     return (
         not does_more
         and all(source.kind in ("leaf", "capture") for source in compiled.sources)

@@ -9,6 +9,7 @@ A layout has one placement per mesh axis. `Shard(d)` splits dim `d` over the axi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,6 +111,14 @@ def normalized(placements: Sequence[Placement], mesh: DeviceMesh, ndim: int) -> 
             is no placement, or a `Shard` names a dim that the tensor lacks.
     """
     placements = counted(placements, mesh)
+    try:
+        return _normalized(placements, mesh, ndim)
+    except TypeError:  # something that is no placement is not hashable; the check names it
+        return _normalized.__wrapped__(placements, mesh, ndim)
+
+
+@functools.lru_cache(maxsize=4096)
+def _normalized(placements: Placements, mesh: DeviceMesh, ndim: int) -> Placements:
     checked = tuple(_checked(p, axis, mesh, ndim) for axis, p in enumerate(placements))
     kinds = {"sum" if p.op == "avg" else p.op for p in checked if isinstance(p, Partial)}
     if len(kinds) > 1:

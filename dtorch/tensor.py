@@ -269,7 +269,14 @@ class Tensor(torch.Tensor):
         Raises:
             WorkerError: An operation that the value depends on failed.
         """
-        return self.to_torch_async().get()
+        check_not_on_worker("fetching a tensor")
+        wanted = indices_to_fetch(self._spec)
+        if len(wanted) > 1:
+            return self.to_torch_async().get()
+        part = self._shards.copy(wanted[0])
+        if type(part) is Failure:
+            raise part.error()
+        return part
 
     def to_torch_async(self) -> TensorFuture:
         """Returns a future of the global value; does not wait.

@@ -45,13 +45,14 @@ NATIVE: Any = None
 if TYPE_CHECKING or EXECUTOR == "python":
     from .executor import Executable
     from .shards import Shards
-    from .worker import check_not_on_worker, stop, submit, synchronize
+    from .worker import check_not_on_worker, empty_cache, stop, submit, synchronize
 else:
     from .native.executor import (
         NATIVE,
         Executable,
         Shards,
         check_not_on_worker,
+        empty_cache,
         stop,
         submit,
         synchronize,
@@ -63,6 +64,7 @@ __all__ = [
     "Executable",
     "Shards",
     "check_not_on_worker",
+    "empty_cache",
     "stop",
     "submit",
     "synchronize",

@@ -163,6 +163,15 @@ class Shards:
             if not done.is_set():
                 forget()
 
+    def copy(self, index: int) -> Any:
+        """Waits for a part and returns a copy for the caller, or its `Failure`."""
+        self.wait((index,))
+        part = self.get(index)
+        if type(part) is Failure:
+            return part
+        with torch.inference_mode(False):
+            return part.clone()
+
     def abandon(self, failure: Failure) -> None:
         """Makes the pending parts fail; wakes nobody. For a forked child, which has no waiters."""
         self._parts = [failure if p is _PENDING else p for p in self._parts]

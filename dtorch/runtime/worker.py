@@ -223,6 +223,10 @@ def _after_fork_in_child() -> None:
             item.abandon(failure)
 
 
+def empty_cache() -> None:
+    """Does nothing: the portable executor keeps no memory."""
+
+
 def stop() -> None:
     """Ends the workers; what was still queued becomes a `ShutdownError` for whoever waits."""
     _pool.stop()

@@ -314,6 +314,7 @@ struct Entry {
   std::vector<int> scalars;  // places of leaves
   std::vector<const Form*> forms;  // of the outputs, kept by their specs in `captures`
   std::vector<std::pair<bool, int>> results;  // an output, or (false) a leaf
+  std::vector<std::pair<int, int>> reduced;   // an output that is a partial leaf, reduced
   py::object unflatten;      // none where the result is one leaf
 };
 
@@ -423,6 +424,10 @@ class CallCache {
       auto [is_output, number] = py::cast<std::pair<bool, int>>(result);
       entry.results.push_back({is_output, is_output ? number : place.at(number)});
     }
+    for (const auto& pair : py::list(made["reduced"])) {
+      auto [output, leaf] = py::cast<std::pair<int, int>>(pair);
+      entry.reduced.push_back({output, place.at(leaf)});
+    }
     entry.unflatten = made["unflatten"];
     return entry;
   }
@@ -468,6 +473,10 @@ class CallCache {
     for (auto [is_output, number] : entry->results) {
       if (!is_output) results.push_back(py::reinterpret_borrow<py::object>(key.leaves[number]));
     }
+    c10::SmallVector<std::pair<int, py::object>, 1> partial;
+    for (auto [output, leaf] : entry->reduced) {
+      partial.emplace_back(output, py::reinterpret_borrow<py::object>(key.leaves[leaf]));
+    }
     // From here on Python may run other code (a collection), which uses the encoder too.
     call->site = user_site();
     size_t next = 0;
@@ -477,6 +486,10 @@ class CallCache {
         results.insert(results.begin() + next, std::move(made));
       }
       next++;
+    }
+    for (auto& [output, leaf] : partial) {
+      py::object complete = wrap(*entry->forms[output], call->outputs[output], tensor_type);
+      leaf.attr("_reduced") = complete;
     }
     submit(std::move(call));
     if (entry->unflatten.is_none()) return results[0];

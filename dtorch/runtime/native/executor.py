@@ -164,6 +164,11 @@ def synchronize(devices: Iterable[Device] | None = None) -> None:
         marks.wait(range(len(marks)))
 
 
+def empty_cache() -> None:
+    """Gives back the host memory that the workers keep for their next results."""
+    NATIVE.empty_host_cache()
+
+
 def _wake_loop() -> None:
     """Calls what `when_ready` was given, for the workers, which never take the interpreter lock."""
     while (wake := NATIVE.next_completion()) is not None:

@@ -121,6 +121,18 @@ bool wait(Shards& shards, const py::handle& indices, const py::object& timeout) 
   }
 }
 
+// A copy for the caller, or a failure; waits for the part.
+py::object copy_part(Shards& shards, int index) {
+  if (!shards.ready(index)) wait(shards, py::make_tuple(index), py::none());
+  Part part = shards.get(index);
+  if (part.tensor.defined()) {
+    py::gil_scoped_release release;
+    c10::InferenceMode outside(false);
+    part.tensor = part.tensor.clone();
+  }
+  return to_python(part);
+}
+
 // -- programs from their plain data --------------------------------------------------------
 
 using Made = std::shared_ptr<Program>;
@@ -376,6 +388,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("get", [](Shards& s, size_t i) { return to_python(s.get(i)); })
       .def("is_ready", [](Shards& s, const py::handle& i) { return s.ready(to_indices(i)); })
       .def("set", [](Shards& s, size_t i, const py::handle& part) { s.set(i, part_of(part)); })
+      .def("copy", &copy_part)
       .def("wait", &wait, py::arg("indices"), py::arg("timeout") = py::none())
       .def("when_ready", &when_ready);
   py::class_<Program, Made>(module, "Program", py::module_local())
