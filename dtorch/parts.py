@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .placement import Partial, Shard
-from .runtime import Borrowed, Shards
+from .runtime import Borrowed, Shards, host_cache
 from .runtime.collectives import nothing, reduce_parts
 from .spec import Box, Spec
 
@@ -77,7 +77,7 @@ def assembled(spec: Spec, indices: Sequence[int], parts: list[torch.Tensor]) -> 
     by_coordinate = {
         spec.mesh.coordinates()[i]: p.detach() for i, p in zip(indices, parts, strict=True)
     }
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), host_cache():
         value = _joined(spec, by_coordinate, ())
         return value.clone() if any(value is p for p in by_coordinate.values()) else value
 

@@ -45,7 +45,14 @@ NATIVE: Any = None
 if TYPE_CHECKING or EXECUTOR == "python":
     from .executor import Executable
     from .shards import Shards
-    from .worker import check_not_on_worker, empty_cache, stop, submit, synchronize
+    from .worker import (
+        check_not_on_worker,
+        empty_cache,
+        host_cache,
+        stop,
+        submit,
+        synchronize,
+    )
 else:
     from .native.executor import (
         NATIVE,
@@ -53,6 +60,7 @@ else:
         Shards,
         check_not_on_worker,
         empty_cache,
+        host_cache,
         stop,
         submit,
         synchronize,
@@ -65,6 +73,7 @@ __all__ = [
     "Shards",
     "check_not_on_worker",
     "empty_cache",
+    "host_cache",
     "stop",
     "submit",
     "synchronize",

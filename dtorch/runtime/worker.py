@@ -8,6 +8,7 @@ child, they are stopped; what was still queued becomes a `ShutdownError` for who
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import os
@@ -221,6 +222,11 @@ def _after_fork_in_child() -> None:
     for item in gc.get_objects():
         if type(item) is Shards:
             item.abandon(failure)
+
+
+def host_cache() -> contextlib.AbstractContextManager[None]:
+    """Returns a context that does nothing: the portable executor keeps no memory."""
+    return contextlib.nullcontext()
 
 
 def empty_cache() -> None:

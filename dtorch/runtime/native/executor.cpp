@@ -435,6 +435,7 @@ bool Worker::next(std::vector<Item>& batch) {
 void Worker::work(const std::string& device) {
   this_is_a_worker = true;
   pthread_setname_np(pthread_self(), ("dtorch-" + device).substr(0, 15).c_str());
+  use_host_cache(true);
   c10::InferenceMode inference(true);
   Frame frame;
   std::vector<Item> batch;

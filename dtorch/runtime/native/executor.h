@@ -112,8 +112,9 @@ void stop(FailurePtr stopped);
 
 bool on_worker();
 
-// Keeps up to `limit` bytes of the large blocks that workers free, for their next allocations.
+// Keeps up to `limit` bytes of freed large blocks for the next allocations of threads that use it.
 void install_host_cache(size_t limit);
+bool use_host_cache(bool use);  // on this thread; returns whether it did before
 void empty_host_cache();
 void host_cache_after_fork();
 void set_thread_setters(std::vector<void (*)(int)> setters);

@@ -7,10 +7,11 @@ Gives what the portable one gives: `Shards`, `Executable`, `submit`, `synchroniz
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -162,6 +163,16 @@ def synchronize(devices: Iterable[Device] | None = None) -> None:
     if names != []:
         marks = NATIVE.mark(names or [])
         marks.wait(range(len(marks)))
+
+
+@contextlib.contextmanager
+def host_cache() -> Iterator[None]:
+    """Lets large tensors that this thread makes reuse the memory of others, and serve for more."""
+    before = NATIVE.use_host_cache(True)
+    try:
+        yield
+    finally:
+        NATIVE.use_host_cache(before)
 
 
 def empty_cache() -> None:

@@ -1,7 +1,8 @@
 // A cache of host memory: what workers free, they use again.
 //
 // The pages of a fresh block cost about four times the copy that fills it, so large blocks that
-// workers allocate are kept when they are freed. Everybody else's memory is torch's own.
+// workers allocate, and fetches on the client, are kept when they are freed. All other memory is
+// torch's own.
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -16,13 +17,15 @@ namespace dtorch {
 
 namespace {
 
+thread_local bool this_thread_uses_it = false;
 constexpr size_t kSmallest = 256 << 10;  // below, the C library reuses memory itself
 
 class HostCache final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t num_bytes) override {
     auto* torchs = c10::GetDefaultCPUAllocator();
-    if (num_bytes < kSmallest || !on_worker() || limit == 0) return torchs->allocate(num_bytes);
+    bool ours = this_thread_uses_it && num_bytes >= kSmallest && limit > 0;
+    if (!ours) return torchs->allocate(num_bytes);
     size_t size = rounded(num_bytes);
     void* block = take(size);
     if (!block) block = fresh(size);
@@ -119,6 +122,7 @@ void install_host_cache(size_t limit) {
   c10::SetCPUAllocator(cache, /*priority=*/1);
 }
 
+bool use_host_cache(bool use) { return std::exchange(this_thread_uses_it, use); }
 void empty_host_cache() { cache->empty(); }
 
 void host_cache_after_fork() {

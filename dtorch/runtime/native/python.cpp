@@ -128,7 +128,9 @@ py::object copy_part(Shards& shards, int index) {
   if (part.tensor.defined()) {
     py::gil_scoped_release release;
     c10::InferenceMode outside(false);
+    bool before = use_host_cache(true);
     part.tensor = part.tensor.clone();
+    use_host_cache(before);
   }
   return to_python(part);
 }
@@ -422,6 +424,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     set_thread_setters(std::move(setters));
   });
   module.def("install_host_cache", &install_host_cache);
+  module.def("use_host_cache", &use_host_cache);
   module.def("empty_host_cache", &empty_host_cache);
   module.def("after_fork_in_child", [](const py::object& lost) {
     completions = new Completions();

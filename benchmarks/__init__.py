@@ -1,0 +1,1 @@
+"""dtorch's claims about time and memory, each measured against its rivals in one run."""

@@ -1,0 +1,1 @@
+"""The models of others that several families and rivals run, with random weights."""

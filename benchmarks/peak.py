@@ -1,0 +1,135 @@
+"""`python -m benchmarks.peak SUBJECT LIBRARY ROUNDS`: runs a subject and reports its peaks.
+
+PyTorch's CPU allocator reports every allocation, of every thread, on standard error, with the
+bytes that are then in use. A mark begins each round; the parameters are in place by then.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MARK = "--- from here ---"
+CHAIN_SHAPE = (2048, 2048)
+Call = Callable[[], Any]
+
+
+def report_allocations() -> None:
+    """Has libc10 log what it allocates (PyTorch has no Python name for these two flags)."""
+    c10 = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(c10, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+    ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = 0
+
+
+def chain() -> torch.Tensor:
+    """Keeps a, b and c until it returns. So does a client of dtorch, but it returns first."""
+    a = torch.rand(CHAIN_SHAPE)
+    b = torch.sin(a)
+    c = torch.sin(b)
+    d = torch.sin(c)
+    return d
+
+
+def chain_call(library: str, *, jitted: bool) -> Call:
+    if library == "torch":
+        return chain
+    import dtorch
+
+    mesh = dtorch.DeviceMesh("cpu", [0])
+
+    def ours() -> torch.Tensor:
+        a = dtorch.rand(CHAIN_SHAPE, device_mesh=mesh)
+        b = torch.sin(a)
+        c = torch.sin(b)
+        d = torch.sin(c)
+        return d
+
+    run = dtorch.jit(ours) if jitted else ours
+
+    def call() -> torch.Tensor:
+        result = run()
+        dtorch.synchronize()
+        return result
+
+    return call
+
+
+def model_call(
+    library: str, module: torch.nn.Module, args: tuple[torch.Tensor, ...], fetch: bool
+) -> Call:
+    """Returns a forward of a module, which moves to dtorch one parameter at a time."""
+    if library == "torch":
+        return torch.inference_mode()(lambda: module(*args, return_dict=False)[0])
+    import dtorch
+
+    from .example import state
+
+    mesh = dtorch.DeviceMesh("cpu", [0])
+    params = {name: dtorch.Tensor(value, device_mesh=mesh) for name, value in state(module)}
+    module.to("meta")
+
+    @dtorch.jit
+    def forward(params: Any, *args: torch.Tensor) -> Any:
+        keywords = {"return_dict": False}
+        return torch.func.functional_call(module, dict(params), args, keywords)[0]
+
+    placed = [dtorch.Tensor(x, device_mesh=mesh) for x in args]
+
+    def call() -> Any:
+        result = forward(params, *placed)
+        dtorch.synchronize()
+        return result.to_torch() if fetch else result
+
+    return call
+
+
+def subject_call(subject: str, library: str) -> Call:
+    if subject.startswith("chain"):
+        return chain_call(library, jitted=subject.endswith("jit"))
+    fetch = subject.endswith("fetched")
+    if subject.startswith("llama"):
+        from .models import llama
+
+        size = llama.SIZES["small"]
+        return model_call(library, llama.llama(size), (llama.token_ids(size),), fetch)
+    from .models import sd3
+
+    numbers = sd3.SIZES["medium"]
+    return model_call(library, sd3.transformer(*numbers), sd3.inputs(*numbers[1:]), fetch)
+
+
+def release() -> None:
+    """Gives back to the system what loading has left."""
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # in glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def resident_peak(call: Call) -> int:
+    """Runs a call; returns the largest resident set, in bytes, since it began."""
+    with contextlib.suppress(OSError):  # on Linux; elsewhere since the process began
+        Path("/proc/self/clear_refs").write_text("5")
+    call()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(subject: str, library: str, rounds: str) -> None:
+    report_allocations()
+    call = subject_call(subject, library)
+    release()
+    resident = []
+    for _ in range(int(rounds)):
+        print(MARK, file=sys.stderr, flush=True)
+        resident.append(resident_peak(call))
+    print(json.dumps(resident))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
