@@ -271,9 +271,10 @@ class Tensor(torch.Tensor):
         """
         check_not_on_worker("fetching a tensor")
         wanted = indices_to_fetch(self._spec)
-        if len(wanted) > 1:
+        if len(wanted) != 1:
             return self.to_torch_async().get()
-        part = self._shards.copy(wanted[0])
+        (index,) = wanted
+        part = self._shards.copy(index)
         if type(part) is Failure:
             raise part.error()
         return part

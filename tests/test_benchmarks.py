@@ -1,0 +1,29 @@
+"""The benchmarks run: small sizes, one repetition, no rival processes. Numbers are not judged."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dtorch
+
+ROOT = Path(__file__).parents[1]
+pytest.importorskip("transformers")
+
+
+@pytest.mark.skipif(dtorch.runtime.EXECUTOR == "python", reason="once is enough")
+def test_every_family_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--quick"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=115,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for family in ("adds", "attention", "training", "client", "llama", "redistribution", "memory"):
+        assert f"### {family}" in done.stdout
+    assert "failed" not in done.stdout
