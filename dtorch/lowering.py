@@ -10,7 +10,7 @@ is plain data, an `OpOverload` with slots and constants, so that any executor ca
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,22 +53,33 @@ class LocalCall:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class LocalShow:
+    """The beginning of a step: a device shows its part to its peers, and does not wait."""
+
+    step: Step
+    input: int
+    number: int
+    origin: int
+    frees: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LocalStep:
-    """One step of a redistribution, from slot `input` to slot `output`."""
+    """One step of a redistribution, from slot `input` to slot `output`.
+
+    A step that communicates has been begun by a `LocalShow` of the same number; here a device
+    waits for its peers and takes what it needs.
+    """
 
     step: Step
     input: int
     output: int
+    number: int
     origin: int
     frees: tuple[int, ...] = ()
 
-    @property
-    def meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
-        """The meshes of the source and the target."""
-        return self.step.source.mesh, self.step.target.mesh
 
-
-LocalInstruction = LocalCall | LocalStep
+LocalInstruction = LocalCall | LocalShow | LocalStep
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -170,10 +181,23 @@ def lower(program: Program) -> LocalProgram:
         num_slots=num_slots,
         inputs=tuple((v, program.specs[v].mesh) for v in program.inputs),
         outputs=tuple((v, program.specs[v].mesh) for v in program.outputs),
-        instructions=_with_frees(local, program),
+        instructions=_with_frees(_with_shows(local), program.outputs),
         texts=tuple(format_instruction(i) for i in program.instructions),
         sources=tuple(i.source for i in program.instructions),
         name=program.name,
+    )
+
+
+def with_instructions(
+    program: LocalProgram,
+    instructions: Iterable[LocalInstruction],
+    texts: Sequence[str],
+    sources: Sequence[SourceLine | None],
+) -> LocalProgram:
+    """Returns a local program with other instructions, their texts and lines; without shows."""
+    made = _with_frees(_with_shows(list(instructions)), (slot for slot, _ in program.outputs))
+    return dataclasses.replace(
+        program, instructions=made, texts=tuple(texts), sources=tuple(sources)
     )
 
 
@@ -181,7 +205,8 @@ def _lower_instruction(
     program: Program, origin: int, instruction: Instruction, new_slot: Callable[[], int]
 ) -> list[LocalInstruction]:
     if not isinstance(instruction, Apply):
-        return [LocalStep(instruction.step, instruction.input, instruction.output, origin)]
+        step = instruction.step
+        return [LocalStep(step, instruction.input, instruction.output, origin, origin)]
     context = LocalContext(program, origin, new_slot)
     if instruction.localize is None:
         context.emit_default()
@@ -199,24 +224,50 @@ def _devices(program: Program) -> tuple[Device, ...]:
 
 def slots_read(instruction: LocalInstruction) -> tuple[int, ...]:
     """Returns the slots that a local instruction reads."""
-    if isinstance(instruction, LocalStep):
+    if isinstance(instruction, LocalShow):
         return (instruction.input,)
+    if isinstance(instruction, LocalStep):
+        return (instruction.input,) if instruction.step.kind.is_local else ()
     state = () if instruction.draws is None else (instruction.draws[0],)
     return (*(r.id for r in refs((instruction.args, instruction.kwargs))), *state)
 
 
 def slots_written(instruction: LocalInstruction) -> tuple[int, ...]:
     """Returns the slots that a local instruction fills."""
+    if isinstance(instruction, LocalShow):
+        return ()
     if isinstance(instruction, LocalStep):
         return (instruction.output,)
     state = () if instruction.draws is None else (instruction.draws[1],)
     return (*(s for s in instruction.outputs if s is not None), *state)
 
 
+def _with_shows(instructions: list[LocalInstruction]) -> list[LocalInstruction]:
+    """Lets devices show what their peers take as soon as it is there, and take it when needed.
+
+    Then a device that is ahead computes on instead of waiting, and the peers of one that is late
+    have already shown it everything.
+    """
+    written = {
+        s: i for i, instruction in enumerate(instructions) for s in slots_written(instruction)
+    }
+    shows: dict[int, list[LocalInstruction]] = {}
+    for instruction in instructions:
+        if isinstance(instruction, LocalStep) and not instruction.step.kind.is_local:
+            show = LocalShow(
+                instruction.step, instruction.input, instruction.number, instruction.origin
+            )
+            shows.setdefault(written.get(instruction.input, -1), []).append(show)
+    result = shows.get(-1, [])
+    for index, instruction in enumerate(instructions):
+        result += [instruction, *shows.get(index, ())]
+    return result
+
+
 def _with_frees(
-    instructions: list[LocalInstruction], program: Program
+    instructions: list[LocalInstruction], outputs: Iterable[int]
 ) -> tuple[LocalInstruction, ...]:
-    kept = set(program.outputs)
+    kept = set(outputs)
     freed: list[LocalInstruction] = []
     for instruction in reversed(instructions):
         touched = dict.fromkeys((*slots_read(instruction), *slots_written(instruction)))
@@ -228,8 +279,12 @@ def _with_frees(
 
 def _format_local(instruction: LocalInstruction) -> str:
     frees = f"  free {', '.join(f'%{s}' for s in instruction.frees)}" if instruction.frees else ""
+    if isinstance(instruction, LocalShow):
+        return f"show %{instruction.input} for #{instruction.number}{frees}"
     if isinstance(instruction, LocalStep):
-        return f"%{instruction.output} = {instruction.step.kind.value}(%{instruction.input}){frees}"
+        kind = instruction.step.kind
+        source = f"%{instruction.input}" if kind.is_local else f"#{instruction.number}"
+        return f"%{instruction.output} = {kind.value}({source}){frees}"
     arguments = [repr(a) for a in instruction.args]
     arguments += [f"{k}={v!r}" for k, v in instruction.kwargs]
     results = ", ".join("_" if s is None else f"%{s}" for s in instruction.outputs)

@@ -9,7 +9,15 @@ from layouts import PAIR, SQUARE, TRIPLE, R, S, check, check_local, spread, valu
 
 import dtorch
 from dtorch.builder import Builder
-from dtorch.lowering import LocalCall, LocalStep, PerDevice, lower, slots_read, slots_written
+from dtorch.lowering import (
+    LocalCall,
+    LocalShow,
+    LocalStep,
+    PerDevice,
+    lower,
+    slots_read,
+    slots_written,
+)
 from dtorch.mesh import Device, DeviceMesh
 from dtorch.program import Ref
 from dtorch.spec import Spec
@@ -91,10 +99,24 @@ def test_steps_are_kept_as_steps():
     local = _lowered(
         lambda x: torch.relu(x.sum(0)), spread(values((4, 2)), DeviceMesh("cpu", [0, 1]), [S(0)])
     )
-    step = local.instructions[1]
-    assert isinstance(step, LocalStep)
-    assert step.meshes == (PAIR, PAIR)
-    assert "%2 = all_reduce(%1)  free %1" in str(local)
+    show, step = local.instructions[1:3]
+    assert isinstance(show, LocalShow) and isinstance(step, LocalStep)
+    assert show.step is step.step and step.step.source.mesh == PAIR
+    assert "show %1 for #1  free %1\n  %2 = all_reduce(#1)\n" in str(local)
+
+
+def test_what_peers_need_is_shown_as_soon_as_it_is_there():
+    def function(x, y):
+        a = y * 2
+        b = x.redistribute(placements=[R])
+        return a.redistribute(placements=[R]) + b + 1
+
+    x, y = spread(values((4, 2)), PAIR, [S(0)]), spread(values((4, 2)), PAIR, [S(0)])
+    local = _lowered(function, x, y)
+    kinds = [type(i) for i in local.instructions]
+    assert kinds[:3] == [LocalShow, LocalCall, LocalShow]
+    assert kinds.count(LocalStep) == 2 and kinds[-1] is LocalCall
+    check_local(local)
 
 
 def test_a_slot_is_freed_after_its_last_use():
@@ -158,8 +180,11 @@ def test_a_device_takes_part_in_what_is_on_its_meshes_only():
     (z,) = builder.apply(aten.add.Tensor, (Ref(a), Ref(y)), {})
     local = lower(builder.finish([z], "f"))
     assert len(local.devices) == 4
-    meshes = [i.mesh if isinstance(i, LocalCall) else i.meshes for i in local.instructions]
-    assert meshes == [first, (first, second), second]
+    relu, show, step, add = local.instructions
+    assert isinstance(relu, LocalCall) and relu.mesh == first
+    assert isinstance(add, LocalCall) and add.mesh == second
+    assert isinstance(show, LocalShow) and isinstance(step, LocalStep)
+    assert (step.step.source.mesh, step.step.target.mesh) == (first, second)
     assert local.inputs == ((x, first), (y, second))
     assert local.outputs == ((z, second),)
 

@@ -15,12 +15,19 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ShutdownError
-from ..lowering import LocalCall, LocalInstruction, LocalProgram, LocalStep, PerDevice
+from ..lowering import (
+    LocalCall,
+    LocalInstruction,
+    LocalProgram,
+    LocalShow,
+    LocalStep,
+    PerDevice,
+)
 from ..mesh import Device, DeviceMesh
 from ..program import Ref, ScalarRef, SourceLine
 from . import collectives
 from .collectives import Meeting, Round
-from .shards import Failure, Shards
+from .shards import Borrowed, Failure, Shards, written_to
 
 
 class Executable:
@@ -81,16 +88,21 @@ class Call:
         self._exchanges: dict[Any, list[Any]] = {}
         self._lock = threading.Lock()
 
-    def exchange(self, key: Any, size: int, visits: int) -> Shards:
-        """Returns what a group shows each other in a round; `visits` devices ask once each."""
+    def exchange(self, key: Any, size: int) -> Shards:
+        """Returns what a group shows each other in a round."""
         with self._lock:
             entry = self._exchanges.get(key)
             if entry is None:
-                entry = self._exchanges[key] = [Shards.pending(size), visits]
-            entry[1] -= 1
-            if entry[1] == 0:
-                del self._exchanges[key]
+                entry = self._exchanges[key] = [Shards.pending(size), 0]
             return entry[0]
+
+    def leave(self, key: Any, visitors: int) -> None:
+        """Says that one of the visitors of an exchange needs it no longer; the last frees it."""
+        with self._lock:
+            entry = self._exchanges[key]
+            entry[1] += 1
+            if entry[1] == visitors:
+                del self._exchanges[key]
 
 
 class DeviceState:
@@ -109,15 +121,31 @@ class DeviceState:
 
 
 class _Frame:
-    """One run of a program on one device: its slots."""
+    """One run of a program on one device: its slots, and the caller's memory that it reads."""
 
-    __slots__ = ("call", "poisoned", "slots", "state")
+    __slots__ = ("call", "loans", "poisoned", "slots", "state")
 
     def __init__(self, call: Call, slots: list[Any], state: DeviceState) -> None:
         self.call = call
         self.slots = slots
         self.state = state
         self.poisoned = False
+        self.loans: list[Borrowed] = []
+
+    def settled(self, part: Any) -> Any:
+        """Returns what others may see of a part.
+
+        The caller must not have written to what this run has read, and what is in the caller's
+        memory stays borrowed.
+        """
+        for loan in self.loans:
+            if type(part) is Failure:
+                break
+            if loan.is_broken():
+                return written_to()
+            if isinstance(part, torch.Tensor) and loan.lends(part):
+                part = Borrowed(part, loan.owner, loan.version)
+        return part
 
     def store(self, slot: int, value: Any) -> None:
         if type(value) is Failure:
@@ -141,11 +169,12 @@ def run(call: Call, state: DeviceState) -> None:
     bound = call.executable.bound(state.device)
     frame = _Frame(call, [None] * call.executable.program.num_slots, state)
     for slot, number, index in bound.inputs:
+        frame.loans += call.inputs[number].loans((index,))
         frame.store(slot, call.inputs[number].get(index))
     for action in bound.actions:
         action(frame)
     for slot, number, index in bound.outputs:
-        call.outputs[number].set(index, frame.slots[slot])
+        call.outputs[number].set(index, frame.settled(frame.slots[slot]))
 
 
 def _bind(program: LocalProgram, device: Device) -> _Bound:
@@ -160,21 +189,23 @@ def _bind(program: LocalProgram, device: Device) -> _Bound:
 
     actions = [
         action
-        for number, instruction in enumerate(program.instructions)
-        for action in _actions(program, number, instruction, device)
+        for instruction in program.instructions
+        for action in _actions(program, instruction, device)
     ]
     return _Bound(places(program.inputs), tuple(actions), places(program.outputs))
 
 
-def _actions(
-    program: LocalProgram, number: int, instruction: LocalInstruction, device: Device
-) -> list[Action]:
+def _actions(program: LocalProgram, instruction: LocalInstruction, device: Device) -> list[Action]:
     if isinstance(instruction, LocalCall):
         if device not in instruction.mesh.devices:
             return []
         return [_call_action(program, instruction, instruction.mesh.devices.index(device))]
     meeting = collectives.meeting(instruction.step, device)
-    return [] if meeting is None else [_step_action(program, number, instruction, meeting)]
+    if meeting is None:
+        return []
+    if isinstance(instruction, LocalShow):
+        return [_show_action(program, instruction, meeting)]
+    return [_step_action(program, instruction, meeting)]
 
 
 # -- operations ----------------------------------------------------------------------------
@@ -228,7 +259,7 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
                 for s, value in zip(outputs, out, strict=True):
                     if s is not None:
                         slots[s] = value
-        except Exception as error:
+        except BaseException as error:  # a kernel in Python may raise SystemExit
             failure = _failure(program, call.origin, frame, error)
             for s in results:
                 frame.store(s, failure)
@@ -284,7 +315,7 @@ def collect_slots(tree: Any) -> list[int]:
     return []
 
 
-def _failure(program: LocalProgram, origin: int, frame: _Frame, error: Exception) -> Failure:
+def _failure(program: LocalProgram, origin: int, frame: _Frame, error: BaseException) -> Failure:
     return failure_of(program, origin, str(frame.state.device), frame.call.site, error)
 
 
@@ -314,18 +345,38 @@ def failure_of(
 # -- redistribution ------------------------------------------------------------------------
 
 
-def _step_action(
-    program: LocalProgram, number: int, instruction: LocalStep, meeting: Meeting
-) -> Action:
-    """Binds a step: a device shows its part, takes pieces, joins them; in each round again."""
-    name = (number, meeting.group[0])
+def _show_action(program: LocalProgram, instruction: LocalShow, meeting: Meeting) -> Action:
+    key = (instruction.number, meeting.group[0], 0)
 
     def action(frame: _Frame) -> None:
-        part = None if meeting.member is None else _plain(frame.slots[instruction.input])
-        if not meeting.rounds:
-            _show(frame, meeting, (*name, 0), part)
+        if meeting.member is not None:
+            try:
+                part = _plain(frame.slots[instruction.input])
+            except Exception as error:
+                part = _failure(program, instruction.origin, frame, error)
+            exchange = frame.call.exchange(key, len(meeting.group))
+            exchange.set(meeting.member, frame.settled(part))
+            if not meeting.rounds:
+                frame.call.leave(key, len(meeting.visitors))
+        _free(frame.slots, instruction.frees)
+
+    return action
+
+
+def _step_action(program: LocalProgram, instruction: LocalStep, meeting: Meeting) -> Action:
+    """Binds a step: a device takes pieces and joins them; in a second round it shows that."""
+    name = (instruction.number, meeting.group[0])
+
+    def action(frame: _Frame) -> None:
+        part = None
         for count, round in enumerate(meeting.rounds):
-            parts = _met(frame, meeting, (*name, count), round, part)
+            if not meeting.visitors:
+                parts = [frame.slots[instruction.input]]
+            else:
+                if count:
+                    exchange = frame.call.exchange((*name, count), len(meeting.group))
+                    exchange.set(meeting.member or 0, frame.settled(part))
+                parts = _met(frame, meeting, (*name, count), round)
             failed = next((p for p in parts if type(p) is Failure), None)
             if failed is not None:
                 # The peers have seen it too, and start no other round either.
@@ -342,13 +393,9 @@ def _step_action(
     return action
 
 
-def _met(
-    frame: _Frame, meeting: Meeting, key: tuple[Any, ...], round: Round, part: Any
-) -> Sequence[Any]:
+def _met(frame: _Frame, meeting: Meeting, key: tuple[Any, ...], round: Round) -> Sequence[Any]:
     """The parts of the group, where the round takes a piece of them."""
-    if not meeting.visitors:
-        return [part]
-    exchange = _show(frame, meeting, key, part)
+    exchange = frame.call.exchange(key, len(meeting.group))
     taken = [p.member for p in round.pieces]
     while not exchange.wait(taken, 0.2):
         if frame.state.stopping.is_set():
@@ -356,14 +403,9 @@ def _met(
     parts: list[Any] = [None] * len(exchange)
     for member in taken:
         parts[member] = exchange.get(member)
+    frame.loans += exchange.loans(taken)
+    frame.call.leave(key, len(meeting.visitors))
     return parts
-
-
-def _show(frame: _Frame, meeting: Meeting, key: tuple[Any, ...], part: Any) -> Shards:
-    exchange = frame.call.exchange(key, len(meeting.group), len(meeting.visitors))
-    if meeting.member is not None:
-        exchange.set(meeting.member, part)
-    return exchange
 
 
 def _plain(part: Any) -> Any:

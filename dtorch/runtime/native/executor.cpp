@@ -28,6 +28,7 @@ struct Frame {
   int device;
   std::vector<c10::IValue> slots;
   std::vector<FailurePtr> failures;  // empty until something has failed
+  std::vector<LoanPtr> loans;        // the memory of the caller that this run reads
   torch::jit::Stack stack;
   at::Generator generator;
 
@@ -38,9 +39,11 @@ struct Frame {
     slots.clear();
     slots.resize(program->num_slots);
     failures.clear();
+    loans.clear();
   }
 
   void store(int slot, Part part) {
+    if (part.loan) loans.push_back(std::move(part.loan));
     if (part.failure) {
       failures.resize(program->num_slots);
       failures[slot] = std::move(part.failure);
@@ -52,6 +55,20 @@ struct Frame {
   Part part(int slot) const {
     if (!failures.empty() && failures[slot]) return {at::Tensor(), failures[slot]};
     return {slots[slot].isNone() ? at::Tensor() : slots[slot].toTensor(), nullptr};
+  }
+
+  // What others may see of a part: the caller must not have written to what this run has read,
+  // and what is in the caller's memory stays on loan.
+  Part settled(Part part) const {
+    for (const LoanPtr& loan : loans) {
+      if (part.failure) break;
+      if (loan->is_broken()) return {at::Tensor(), loan->broken};
+      if (part.tensor.defined() && part.tensor.has_storage() &&
+          part.tensor.is_alias_of(loan->owner)) {
+        part.loan = loan;
+      }
+    }
+    return part;
   }
 
   FailurePtr failed(const std::vector<int>& reads) const {
@@ -239,15 +256,30 @@ void leave(Exchange& exchange, const Meeting& meeting) {
   }
 }
 
-// Shows a part to the group and returns what the round takes from it.
+
+// Begins a step: shows a part to the group, for its first round.
+void run_show(Frame& frame, const Instruction& instruction) {
+  const Meeting& meeting = instruction.meetings[frame.device];
+  if (meeting.member < 0) return;
+  Part part;
+  try {
+    part = frame.part(instruction.reads[0]);
+    if (part.tensor.defined()) part.tensor = part.tensor.resolve_conj().resolve_neg();
+  } catch (...) {
+    part = {at::Tensor(), frame.failure(instruction)};
+  }
+  Exchange& exchange = frame.call->exchanges[meeting.exchange];
+  arrive(exchange, meeting).set(meeting.member, frame.settled(std::move(part)));
+  if (meeting.rounds.empty()) leave(exchange, meeting);
+}
+
+// Waits for what a round takes from the group.
 std::vector<Part> meet(Frame& frame, const Meeting& meeting, int number, const Part& part) {
-  static const std::vector<int> nobody;
-  const bool receives = !meeting.rounds.empty();
-  const auto& members = receives ? meeting.rounds[number].members : nobody;
+  const auto& members = meeting.rounds[number].members;
   if (meeting.visitors == 0) return std::vector<Part>(members.size(), part);
   Exchange& exchange = frame.call->exchanges[meeting.exchange + number];
   Shards& shown = arrive(exchange, meeting);
-  if (meeting.member >= 0) shown.set(meeting.member, part);
+  if (number > 0) shown.set(meeting.member, part);
   std::vector<Part> taken;
   while (!shown.wait(members, 0.2)) {
     if (stopping) {
@@ -262,24 +294,17 @@ std::vector<Part> meet(Frame& frame, const Meeting& meeting, int number, const P
   return taken;
 }
 
-Part plain(Part part) {
-  if (part.tensor.defined()) part.tensor = part.tensor.resolve_conj().resolve_neg();
-  return part;
-}
-
 void run_step(Frame& frame, const Instruction& instruction) {
   const Meeting& meeting = instruction.meetings[frame.device];
+  if (meeting.rounds.empty()) return;
   Part part;
-  if (meeting.member >= 0) part = plain(frame.part(instruction.reads[0]));
-  if (meeting.rounds.empty()) {
-    meet(frame, meeting, 0, part);
-    return;
-  }
+  if (meeting.visitors == 0) part = frame.part(instruction.reads[0]);
   for (size_t number = 0; number < meeting.rounds.size(); number++) {
     std::vector<Part> taken = meet(frame, meeting, int(number), part);
     part = Part();
     for (const Part& p : taken) {
       if (p.failure) part.failure = part.failure ? part.failure : p.failure;
+      if (p.loan) frame.loans.push_back(p.loan);
     }
     // The peers have seen it too, and start no other round either.
     if (part.failure) break;
@@ -288,6 +313,7 @@ void run_step(Frame& frame, const Instruction& instruction) {
     } catch (...) {
       part.failure = frame.failure(instruction);
     }
+    part = frame.settled(std::move(part));
   }
   frame.store(instruction.outputs[0], std::move(part));
 }
@@ -312,16 +338,18 @@ void run(Call& call, int device, Frame& frame) {
       run_operation(frame, instruction, place);
     } else {
       if (!instruction.meetings[device].takes_part) continue;
-      run_step(frame, instruction);
+      instruction.shows ? run_show(frame, instruction) : run_step(frame, instruction);
     }
     frame.free(instruction.frees);
   }
   for (size_t i = 0; i < program.outputs.size(); i++) {
     const Port& port = program.outputs[i];
-    if (port.places[device] >= 0) call.outputs[i]->set(port.places[device], frame.part(port.slot));
+    if (port.places[device] < 0) continue;
+    call.outputs[i]->set(port.places[device], frame.settled(frame.part(port.slot)));
   }
   frame.slots.clear();
   frame.failures.clear();
+  frame.loans.clear();
 }
 
 void abandon(Call& call, int device) {
@@ -464,7 +492,8 @@ struct Pool {
     return found.get();
   }
 };
-// Never destroyed: the workers of a process that exits are ended by `stop`.
+// Never destroyed: the workers of a process that exits are ended by `stop`. Python submits and
+// forks with the interpreter lock held, so no fork finds the lock of submission taken.
 Pool* pool = new Pool();
 std::mutex* submission = new std::mutex();
 
@@ -533,13 +562,12 @@ void stop(FailurePtr failure) {
     pool->number++;
   }
   for (auto& entry : ending) entry.second->end();
+  // Another thread that has submitted may be about to wake them.
+  for (auto& entry : ending) entry.second.release();
 }
 
 bool on_worker() { return this_is_a_worker; }
 void set_thread_setters(std::vector<void (*)(int)> setters) { thread_setters = std::move(setters); }
-
-void before_fork() { submission->lock(); }
-void after_fork_in_parent() { submission->unlock(); }
 
 bool after_fork_in_child() {
   // The parent's workers do not exist here; their objects are left alone.

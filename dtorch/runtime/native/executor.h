@@ -47,6 +47,7 @@ struct Meeting {
 
 struct Instruction {
   c10::optional<c10::OperatorHandle> op;  // none for a step of a redistribution
+  bool shows = false;                     // only begins the step: see `LocalShow` in lowering.py
   std::vector<Argument> args;
   std::vector<int> places;  // for each device of the program, its index in the mesh or -1
   std::vector<int> reads, outputs, frees;
@@ -114,10 +115,9 @@ bool on_worker();
 // Keeps up to `limit` bytes of the large blocks that workers free, for their next allocations.
 void install_host_cache(size_t limit);
 void empty_host_cache();
+void host_cache_after_fork();
 void set_thread_setters(std::vector<void (*)(int)> setters);
 
-void before_fork();
-void after_fork_in_parent();
 bool after_fork_in_child();  // whether there were workers
 
 }  // namespace dtorch

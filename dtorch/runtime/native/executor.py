@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...errors import DTorchError, ShutdownError
-from ...lowering import LocalCall, LocalProgram, LocalStep, PerDevice, slots_read
+from ...lowering import LocalCall, LocalProgram, LocalShow, LocalStep, PerDevice, slots_read
 from ...mesh import Device, DeviceMesh
 from ...program import Ref, ScalarRef, SourceLine
 from ...source import is_library
@@ -90,29 +90,34 @@ class _Exchanges:
     """Numbers for the rounds in which groups of devices meet."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self._first: dict[tuple[int, Device], int] = {}
+        self._count = 0
 
-    def take(self, num_rounds: int) -> int:
-        self.count += num_rounds
-        return self.count - num_rounds
+    def first(self, number: int, group: tuple[Device, ...], num_rounds: int) -> int:
+        """Returns the number of the first round of a group's step."""
+        key = (number, group[0])
+        if key not in self._first:
+            self._first[key] = self._count
+            self._count += num_rounds
+        return self._first[key]
 
 
 def _add_step(
-    made: Any, instruction: LocalStep, devices: tuple[Device, ...], exchanges: _Exchanges
+    made: Any,
+    instruction: LocalStep | LocalShow,
+    devices: tuple[Device, ...],
+    exchanges: _Exchanges,
 ) -> None:
     meetings = [collectives.meeting(instruction.step, device) for device in devices]
     num_rounds = max((len(m.rounds) for m in meetings if m is not None), default=0)
-    first: dict[Device, int] = {}
-    entries: list[Any] = []
-    for meeting in meetings:
-        if meeting is None:
-            entries.append(None)
-            continue
-        if meeting.group[0] not in first:
-            first[meeting.group[0]] = exchanges.take(num_rounds) if meeting.visitors else 0
-        entries.append((first[meeting.group[0]], meeting))
+    number = instruction.number
     made.add_step(
-        instruction.input, instruction.output, instruction.frees, entries, instruction.origin
+        isinstance(instruction, LocalShow),
+        instruction.input,
+        instruction.output if isinstance(instruction, LocalStep) else -1,
+        instruction.frees,
+        [m and (exchanges.first(number, m.group, num_rounds), m) for m in meetings],
+        instruction.origin,
     )
 
 
@@ -250,8 +255,4 @@ NATIVE.set_thread_setters(
 NATIVE.install_host_cache(int(os.environ.get("DTORCH_HOST_CACHE_MB", "1024")) << 20)
 _start_waker()
 atexit.register(stop)
-os.register_at_fork(
-    before=NATIVE.before_fork,
-    after_in_parent=NATIVE.after_fork_in_parent,
-    after_in_child=_after_fork_in_child,
-)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -46,6 +46,7 @@ class HostCache final : public c10::Allocator {
     num_kept_ = 0;
   }
 
+
   std::atomic<size_t> limit{size_t(1) << 30};
 
  private:
@@ -120,5 +121,12 @@ void install_host_cache(size_t limit) {
 }
 
 void empty_host_cache() { cache->empty(); }
+
+void host_cache_after_fork() {
+  // A worker of the parent may have been in the middle of changing it.
+  size_t limit = cache->limit;
+  cache = new HostCache();
+  install_host_cache(limit);
+}
 
 }  // namespace dtorch
