@@ -68,9 +68,10 @@ class Arguments:
             other.leaves = other.values = leaves
             other.tensors, other.scalars, other.mesh, other.key = tensors, scalars, mesh, key
             for number in tensors:
-                if (reduced := leaves[number]._reduced) is not None:
+                # Not whether it is reduced by now: another thread may have reduced it meanwhile.
+                if leaves[number]._spec is not key[number]:
                     other.values = list(leaves) if other.values is leaves else other.values
-                    other.values[number] = reduced
+                    other.values[number] = leaves[number]._reduced
             return other
 
         return like

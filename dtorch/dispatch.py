@@ -8,6 +8,7 @@ jitted function go the same way.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -371,6 +372,23 @@ _OPERATORS = (
 )
 
 
+def _in_order(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an operator; of a reflected one, the operator itself where a torch tensor is left.
+
+    Python asks a subclass for its reflected operator first, and torch's ``a / x`` is not its
+    ``x.__rtruediv__(a)``, which multiplies by the reciprocal.
+    """
+    forward = getattr(torch.Tensor, f"__{name[1:]}__", None) if name.startswith("r") else None
+    if forward is None:
+        return original
+
+    @functools.wraps(original)
+    def reflected(self: Any, other: Any) -> Any:
+        return forward(other, self) if type(other) is torch.Tensor else original(self, other)
+
+    return reflected
+
+
 def _install_native() -> None:
     """Puts the C++ caches before torch's operators, methods and functions on a `Tensor`."""
     NATIVE.install_entrances(_calls, call_function, _operations, call_operation)
@@ -380,7 +398,8 @@ def _install_native() -> None:
     for name in _OPERATORS:
         original = getattr(torch.Tensor, f"__{name}__")
         operands = () if name in ("neg", "abs", "invert") else (1,)
-        setattr(Tensor, f"__{name}__", NATIVE.method(original, original(probe, *operands)))
+        func = original(probe, *operands)
+        setattr(Tensor, f"__{name}__", NATIVE.method(_in_order(name, original), func))
     for name, original in vars(torch._C.TensorBase).items():
         is_method = type(original) is types.MethodDescriptorType and not name.startswith("_")
         is_torchs = getattr(torch.Tensor, name) is original and name not in vars(Tensor)

@@ -8,6 +8,7 @@ It is over 500 lines for the checks of `jit`'s options, which name the function'
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import inspect
@@ -22,6 +23,7 @@ import torch
 from . import memo, trace
 from .arguments import Arguments, exact, modes
 from .cache import Cache, CacheInfo, lookup
+from .compilation import compile_stretches
 from .compiled import Compiled, submit_program
 from .dispatch import as_distributed
 from .errors import TraceError
@@ -64,22 +66,26 @@ class _Traced:
     Attributes:
         cache: The programs.
         modules: The modules that the function has been seen to call.
+        compiles: Whether the programs are compiled.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, compiles: bool) -> None:
         self.cache = Cache(capacity)
         self.calls = memo.call_cache(ints_are_dynamic=False, capacity=capacity)
         self.modules: list[weakref.ref[torch.nn.Module]] = []
+        self.compiles = compiles
         self._known: dict[Hashable, Hashable] = {}
 
-    def training(self) -> Hashable:
-        """Returns the training flags of the modules, which a trace depends on.
+    def flags(self) -> Hashable:
+        """Returns what a program depends on beside its arguments; equal flags are one object.
 
-        The same flags are the same object.
+        They are the training flags of the modules, and for compiled code the number of threads.
         """
-        if not self.modules:
+        if not self.modules and not self.compiles:
             return ()
         flags = tuple(m.training for r in self.modules if (m := r()) is not None)
+        if self.compiles:
+            flags = (*flags, torch.get_num_threads())
         return self._known.setdefault(flags, flags)
 
 
@@ -89,13 +95,15 @@ _traced: weakref.WeakKeyDictionary[Any, dict[Hashable, _Traced]] = weakref.WeakK
 _traced_lock = threading.Lock()
 
 
-def _traced_of(function: Callable[..., Any], options: Hashable, capacity: int) -> _Traced:
+def _traced_of(
+    function: Callable[..., Any], options: Hashable, capacity: int, compiles: bool
+) -> _Traced:
     try:
         with _traced_lock:
             shared = _traced.setdefault(function, {})
-            return shared.setdefault(options, _Traced(capacity))
+            return shared.setdefault((options, compiles), _Traced(capacity, compiles))
     except TypeError:  # not hashable, or no weak references to it
-        return _Traced(capacity)
+        return _Traced(capacity, compiles)
 
 
 class JitFunction(Generic[_P, _R]):
@@ -108,6 +116,7 @@ class JitFunction(Generic[_P, _R]):
         static_argnames: str | Sequence[str],
         donate_argnums: int | Sequence[int],
         maxsize: int,
+        compile: bool,
     ) -> None:
         if not callable(function):
             raise TypeError(f"jit needs a function, not {type(function).__name__} {function!r}.")
@@ -117,7 +126,7 @@ class JitFunction(Generic[_P, _R]):
         self._static_argnames = _checked_names(function, static_argnames)
         self._donated = _checked_numbers(function, "donate_argnums", donate_argnums)
         options = (self._static_argnums, self._static_argnames, self._donated, maxsize)
-        self._traced = _traced_of(function, options, maxsize)
+        self._traced = _traced_of(function, options, maxsize, compile)
         # Of a static argument, the C++ cache would take a float to be a run-time value.
         is_static = self._static_argnums or self._static_argnames
         self._calls = memo.NoCache() if is_static else self._traced.calls
@@ -129,7 +138,7 @@ class JitFunction(Generic[_P, _R]):
         """
         if trace.current() is not None:
             return self._function(*args, **kwargs)
-        result = self._calls.call(self._traced.training(), args, kwargs)
+        result = self._calls.call(self._traced.flags(), args, kwargs)
         if result is MISSED:
             result = self._call_new(args, kwargs)
         if self._donated:
@@ -147,7 +156,7 @@ class JitFunction(Generic[_P, _R]):
             results = entry.run(arguments)
         else:
             entry, static = self._entry("plain", arguments, treespec)
-            call = memo.NamedCall(self._traced.training(), args, kwargs)
+            call = memo.NamedCall(self._traced.flags(), args, kwargs)
             memo.remember(self._calls, call, treespec, arguments, static, entry, _run)
             results = _run(entry, arguments)
         return unflatten(entry.treespec, results)
@@ -201,7 +210,7 @@ class JitFunction(Generic[_P, _R]):
 
     def _entry(self, kind: str, arguments: Arguments, treespec: Any) -> tuple[Any, tuple[int, ...]]:
         wants = _wants_grad(arguments) if kind == "grad" else ()
-        key = (kind, wants, treespec, arguments.key, modes(), self._traced.training())
+        key = (kind, wants, treespec, arguments.key, modes(), self._traced.flags())
 
         def build(static: set[int]) -> tuple[Any, set[int]]:
             with _ModulesSeen(self._traced.modules):
@@ -210,11 +219,11 @@ class JitFunction(Generic[_P, _R]):
                 else:
                     name = getattr(self._function, "__name__", "program")
                     built = compile_call(self._call, arguments, treespec, static, name)
-            return built
+            return (_with_stretches(built[0]), built[1]) if self._traced.compiles else built
 
-        before = self._traced.training()
+        before = self._traced.flags()
         entry, static = lookup(self._traced.cache, key, arguments, build)
-        after = self._traced.training()
+        after = self._traced.flags()
         if before != after:
             self._traced.cache.rename(key, (*key[:-1], after))
         return entry, static
@@ -385,6 +394,7 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     maxsize: int = 256,
+    compile: bool = False,
 ) -> JitFunction[_P, _R]: ...
 
 
@@ -396,6 +406,7 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     maxsize: int = 256,
+    compile: bool = False,
 ) -> Callable[[Callable[_P, _R]], JitFunction[_P, _R]]: ...
 
 
@@ -406,6 +417,7 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     maxsize: int = 256,
+    compile: bool = False,
 ) -> Any:
     """Returns a function that runs as one program, traced at its first call.
 
@@ -422,6 +434,11 @@ def jit(
         donate_argnums: Positions of arguments whose tensors the call may consume: they must
             not be used again.
         maxsize: How many programs are kept.
+        compile: Compile what lies between communications into loops over the data, by PyTorch's
+            Inductor, which fuses operations. The first call with a new key then takes seconds to
+            minutes; code is kept on disk, and repeated layers are compiled once. Floating-point
+            results may differ in their last places; other results, shapes and strides do not. What
+            cannot be compiled runs as it is, and a warning says so.
 
     Raises:
         TypeError: `function` cannot be called, or an option is of another type.
@@ -441,9 +458,19 @@ def jit(
         raise ValueError(f"maxsize must be at least 1, not {maxsize}.")
 
     def wrap(f: Callable[_P, _R]) -> JitFunction[_P, _R]:
-        return JitFunction(f, static_argnums, static_argnames, donate_argnums, maxsize)
+        return JitFunction(f, static_argnums, static_argnames, donate_argnums, maxsize, compile)
 
     return wrap if function is None else wrap(function)
+
+
+def _with_stretches(entry: Any) -> Any:
+    """Returns a traced call with its programs compiled."""
+    if isinstance(entry, _Differentiable):
+        entry.forward = _with_stretches(entry.forward)
+        entry.backward = Executable(compile_stretches(entry.backward.program, entry.program))
+        return entry
+    executable = Executable(compile_stretches(entry.executable.program, entry.program))
+    return dataclasses.replace(entry, executable=executable)
 
 
 def _wants_grad(arguments: Arguments) -> tuple[int, ...]:

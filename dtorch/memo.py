@@ -91,18 +91,20 @@ def _made(
     compiled: Compiled,
     run: Callable[[Compiled, Arguments], list[Any]],
 ) -> dict[str, Any]:
+    traced = [(number, arguments.key[number]) for number in arguments.tensors]
     if not _is_simple(compiled):
         again = arguments.kind()
 
         def slow(leaves: list[Any]) -> Any:
             return unflatten(compiled.treespec, run(compiled, again(leaves)))
 
-        return {"slow": slow, "read": static}
+        return {"slow": slow, "read": static, "traced": traced}
     specs = compiled.program.specs
     is_leaf = compiled.treespec.is_leaf()
     return {
         "slow": None,
         "read": static,
+        "traced": traced,
         "program": compiled.executable.native,  # pyright: ignore[reportAttributeAccessIssue]
         "inputs": [source.item for source in compiled.sources],
         "scalars": [expression[1] for expression in compiled.expressions],

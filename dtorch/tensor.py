@@ -127,7 +127,7 @@ class Tensor(torch.Tensor):
             "(donate_argnums) and is used again.\n  Fix: use the call's result, or do not donate."
         )
         gone = Failure(message, DonatedError(message))
-        self._shards = Shards([gone] * len(self._shards))
+        self._shards, self._reduced = Shards([gone] * len(self._shards)), None
 
     # -- layout ----------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("scalars", "source"),
     ("builder",),
     ("runtime",),
+    ("local_specs", "inductor", "compilation"),
     ("parts",),
     ("printing", "aliases", "tensor"),
     ("tree",),

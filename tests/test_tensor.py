@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -174,6 +175,62 @@ def test_memory_that_is_not_copied_is_guarded() -> None:
     source.add_(1)
     with pytest.raises(MutationError, match="was written to after it was handed over"):
         (t + 1).to_torch()
+
+
+WRITTEN_TO = "was written to after it was handed over"
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.view(4, 2),
+        lambda x: x[1:],
+        lambda x: x.detach().t(),
+        lambda x: x.redistribute(dtorch.DeviceMesh("cpu", [2]), [Replicate()]),
+        dtorch.jit(lambda x: x.view(8)),
+    ],
+)
+def test_a_view_of_memory_that_is_not_copied_is_guarded(
+    view: Callable[[dtorch.Tensor], dtorch.Tensor],
+) -> None:
+    for _ in range(3):
+        source = torch.ones(2, 4)
+        viewed = view(dtorch.Tensor(source, device_mesh=TWO, copy=False))
+        computed = viewed + 1
+        dtorch.synchronize()
+        source.zero_()
+        assert (computed == 2).all()
+        for _ in range(2):
+            with pytest.raises(MutationError, match=WRITTEN_TO):
+                viewed.to_torch()
+            with pytest.raises(MutationError, match=WRITTEN_TO):
+                (viewed + 1).to_torch()
+
+
+def test_memory_that_is_not_copied_is_guarded_until_it_has_been_read() -> None:
+    source = torch.ones(4)
+    begun, written = threading.Event(), threading.Event()
+
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert written.wait(10)
+        return x * 1
+
+    with torch.library._scoped_library("dtorch_test", "DEF") as library:
+        library.define("late(Tensor x) -> Tensor")
+        library.impl("late", kernel, "CPU")
+        library.impl("late", torch.empty_like, "Meta")
+        for placement in (Replicate(), Shard(0)):
+            begun.clear()
+            written.clear()
+            lent = dtorch.Tensor(source, device_mesh=TWO, placements=[placement], copy=False)
+            late = torch.ops.dtorch_test.late(lent)
+            assert begun.wait(10)
+            source.add_(1)
+            written.set()
+            with pytest.raises(MutationError, match=WRITTEN_TO):
+                late.to_torch()
 
 
 def test_memory_that_cannot_be_guarded_is_copied() -> None:

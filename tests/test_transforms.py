@@ -258,6 +258,16 @@ def test_donation() -> None:
     assert out["sum"].tolist() == [5.0] * 4
 
 
+def test_a_donated_partial_value_that_was_reduced_is_given_up() -> None:
+    f = dtorch.jit(lambda a: a * 2, donate_argnums=0)
+    for _ in range(3):
+        x = dtorch.ones(4, device_mesh=dtorch.DeviceMesh("cpu", [0, 1]), placements=[Partial()])
+        assert (x * x).tolist() == [1.0] * 4  # remembers it reduced
+        assert f(x).tolist() == [2.0] * 4
+        with pytest.raises(DonatedError, match="was donated"):
+            (x * 3).tolist()
+
+
 def test_donated_memory_is_given_back() -> None:
     f = dtorch.jit(lambda a: a.sum(), donate_argnums=0)
     x = ones(1000)

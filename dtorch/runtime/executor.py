@@ -27,7 +27,7 @@ from ..mesh import Device, DeviceMesh
 from ..program import Ref, ScalarRef, SourceLine
 from . import collectives
 from .collectives import Meeting, Round
-from .shards import Failure, Shards
+from .shards import Borrowed, Failure, Shards, written_to
 
 
 class Executable:
@@ -121,15 +121,31 @@ class DeviceState:
 
 
 class _Frame:
-    """One run of a program on one device: its slots."""
+    """One run of a program on one device: its slots, and the caller's memory that it reads."""
 
-    __slots__ = ("call", "poisoned", "slots", "state")
+    __slots__ = ("call", "loans", "poisoned", "slots", "state")
 
     def __init__(self, call: Call, slots: list[Any], state: DeviceState) -> None:
         self.call = call
         self.slots = slots
         self.state = state
         self.poisoned = False
+        self.loans: list[Borrowed] = []
+
+    def settled(self, part: Any) -> Any:
+        """Returns what others may see of a part.
+
+        The caller must not have written to what this run has read, and what is in the caller's
+        memory stays borrowed.
+        """
+        for loan in self.loans:
+            if type(part) is Failure:
+                break
+            if loan.is_broken():
+                return written_to()
+            if isinstance(part, torch.Tensor) and loan.lends(part):
+                part = Borrowed(part, loan.owner, loan.version)
+        return part
 
     def store(self, slot: int, value: Any) -> None:
         if type(value) is Failure:
@@ -153,11 +169,12 @@ def run(call: Call, state: DeviceState) -> None:
     bound = call.executable.bound(state.device)
     frame = _Frame(call, [None] * call.executable.program.num_slots, state)
     for slot, number, index in bound.inputs:
+        frame.loans += call.inputs[number].loans((index,))
         frame.store(slot, call.inputs[number].get(index))
     for action in bound.actions:
         action(frame)
     for slot, number, index in bound.outputs:
-        call.outputs[number].set(index, frame.slots[slot])
+        call.outputs[number].set(index, frame.settled(frame.slots[slot]))
 
 
 def _bind(program: LocalProgram, device: Device) -> _Bound:
@@ -242,7 +259,7 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
                 for s, value in zip(outputs, out, strict=True):
                     if s is not None:
                         slots[s] = value
-        except Exception as error:
+        except BaseException as error:  # a kernel in Python may raise SystemExit
             failure = _failure(program, call.origin, frame, error)
             for s in results:
                 frame.store(s, failure)
@@ -298,7 +315,7 @@ def collect_slots(tree: Any) -> list[int]:
     return []
 
 
-def _failure(program: LocalProgram, origin: int, frame: _Frame, error: Exception) -> Failure:
+def _failure(program: LocalProgram, origin: int, frame: _Frame, error: BaseException) -> Failure:
     return failure_of(program, origin, str(frame.state.device), frame.call.site, error)
 
 
@@ -337,7 +354,8 @@ def _show_action(program: LocalProgram, instruction: LocalShow, meeting: Meeting
                 part = _plain(frame.slots[instruction.input])
             except Exception as error:
                 part = _failure(program, instruction.origin, frame, error)
-            frame.call.exchange(key, len(meeting.group)).set(meeting.member, part)
+            exchange = frame.call.exchange(key, len(meeting.group))
+            exchange.set(meeting.member, frame.settled(part))
             if not meeting.rounds:
                 frame.call.leave(key, len(meeting.visitors))
         _free(frame.slots, instruction.frees)
@@ -357,7 +375,7 @@ def _step_action(program: LocalProgram, instruction: LocalStep, meeting: Meeting
             else:
                 if count:
                     exchange = frame.call.exchange((*name, count), len(meeting.group))
-                    exchange.set(meeting.member or 0, part)
+                    exchange.set(meeting.member or 0, frame.settled(part))
                 parts = _met(frame, meeting, (*name, count), round)
             failed = next((p for p in parts if type(p) is Failure), None)
             if failed is not None:
@@ -385,6 +403,7 @@ def _met(frame: _Frame, meeting: Meeting, key: tuple[Any, ...], round: Round) ->
     parts: list[Any] = [None] * len(exchange)
     for member in taken:
         parts[member] = exchange.get(member)
+    frame.loans += exchange.loans(taken)
     frame.call.leave(key, len(meeting.visitors))
     return parts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -113,5 +114,5 @@ class TensorFuture:
 
 
 def _wake(loop: asyncio.AbstractEventLoop, ready: asyncio.Future[None]) -> None:
-    if not loop.is_closed():
+    with contextlib.suppress(RuntimeError):  # the loop has been closed, nobody waits
         loop.call_soon_threadsafe(lambda: ready.done() or ready.set_result(None))

@@ -52,10 +52,18 @@ class Borrowed:
 
     __slots__ = ("owner", "part", "version")
 
-    def __init__(self, part: torch.Tensor, owner: torch.Tensor) -> None:
+    def __init__(self, part: torch.Tensor, owner: torch.Tensor, version: int | None = None) -> None:
         self.part = part
         self.owner = owner
-        self.version = owner._version
+        self.version = owner._version if version is None else version
+
+    def is_broken(self) -> bool:
+        """Returns whether the owner has been written to since."""
+        return self.owner._version != self.version
+
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a tensor is in the same memory."""
+        return tensor.untyped_storage()._cdata == self.part.untyped_storage()._cdata
 
 
 def written_to() -> Failure:
@@ -102,8 +110,12 @@ class Shards:
         """Returns a part that is ready: a local tensor or a `Failure`."""
         part = self._parts[index]
         if type(part) is Borrowed:
-            return part.part if part.owner._version == part.version else written_to()
+            return written_to() if part.is_broken() else part.part
         return part
+
+    def loans(self, indices: Sequence[int]) -> list[Borrowed]:
+        """Returns those of the parts, which are ready, that are memory of the caller."""
+        return [p for i in indices if type(p := self._parts[i]) is Borrowed]
 
     def is_ready(self, indices: Sequence[int]) -> bool:
         """Returns whether parts have been computed or have failed."""

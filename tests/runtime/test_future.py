@@ -14,7 +14,7 @@ import torch
 import dtorch
 from dtorch import Partial, Replicate, Shard
 from dtorch.errors import DTorchError, WorkerError
-from dtorch.runtime import Failure, Shards
+from dtorch.runtime import Failure, Shards, TensorFuture
 
 pytestmark = pytest.mark.timeout(60)
 TWO = dtorch.DeviceMesh("cpu", [0, 1])
@@ -398,3 +398,29 @@ def test_shards_set_while_others_register_miss_nobody() -> None:
 def test_a_failure_keeps_the_type_of_dtorchs_own_errors() -> None:
     assert type(Failure("x", DTorchError("y")).error()) is DTorchError
     assert type(Failure("x", ValueError("y")).error()) is WorkerError
+
+
+def test_no_time_to_wait_is_no_wait() -> None:
+    future = slow().to_torch_async()
+    assert not future.wait_for(-1)
+    assert future.get().shape == (700, 700)
+
+
+def test_a_loop_that_closes_meanwhile_does_not_stop_the_waker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def await_it(shards: Shards) -> None:
+        await TensorFuture(shards, (0,), lambda parts: parts[0])
+
+    loop, shards = asyncio.new_event_loop(), Shards.pending(1)
+    task = loop.create_task(await_it(shards))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
+    loop.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "is_closed", lambda: False)  # as it was a moment ago
+        shards.set(0, torch.ones(1))
+        other, woken = Shards.pending(1), threading.Event()
+        other.when_ready((0,), woken.set)
+        other.set(0, torch.ones(1))
+        assert woken.wait(10)

@@ -16,8 +16,9 @@ import torch
 
 import dtorch
 from dtorch import Partial, Replicate, Shard
+from dtorch.dispatch import _calls
 from dtorch.errors import MutationError, WorkerError
-from dtorch.runtime import EXECUTOR
+from dtorch.runtime import EXECUTOR, NATIVE
 
 TWO = dtorch.DeviceMesh("cpu", [0, 1])
 native = pytest.mark.skipif(EXECUTOR != "native", reason="the Python executor runs")
@@ -111,6 +112,25 @@ def test_an_integer_that_does_not_fit_64_bits_raises_as_in_torch() -> None:
                 x * (1 << 70)
 
 
+def test_an_integer_of_64_bits_without_a_sign_is_taken_as_in_torch() -> None:
+    t = torch.ones(2)
+    x = dtorch.Tensor(t, device_mesh=TWO)
+    for number in (1 << 63, (1 << 64) - 1):
+        assert torch.equal(twice(lambda n=number: x + n).to_torch(), t + number)
+
+
+def test_a_torch_tensor_on_the_left_keeps_its_own_operator() -> None:
+    t = torch.linspace(0.1, 3, 999)
+    u = torch.linspace(2, 7, 999)
+    x = dtorch.Tensor(u, device_mesh=TWO, placements=[Shard(0)])
+    assert not torch.equal(u.__rtruediv__(t), t / u)  # it multiplies by the reciprocal
+    for _ in range(3):
+        assert torch.equal((t / x).to_torch(), t / u)
+        assert torch.equal((t - x).to_torch(), t - u)
+        assert torch.equal((2 / x).to_torch(), 2 / u)
+    assert torch.equal(dtorch.jit(lambda x: t / x)(x).to_torch(), t / u)
+
+
 def test_run_time_scalars_are_not_in_the_key() -> None:
     x = dtorch.ones(4)
     _ = x * 2.0
@@ -130,6 +150,18 @@ def test_scalars_that_a_shape_reads_are_in_the_key() -> None:
             assert torch.equal(x.reshape(sizes).sum(1).to_torch(), t.reshape(sizes).sum(1))
         for dim in (0, 1):
             assert torch.equal(x.reshape(3, 4).sum(dim).to_torch(), t.reshape(3, 4).sum(dim))
+
+
+@native
+def test_calls_with_every_value_that_is_read_become_known() -> None:
+    x = dtorch.ones(12)
+    for _ in range(2):
+        for sizes in ((3, 4), (4, 3), (2, 6)):
+            x.reshape(*sizes)
+    before = _calls.hits
+    for sizes in ((3, 4), (4, 3), (2, 6)):
+        assert x.reshape(*sizes).shape == sizes
+    assert _calls.hits == before + 3
 
 
 def test_settings_are_in_the_key() -> None:
@@ -196,6 +228,57 @@ def test_a_partial_value_that_has_been_reduced_is_another_key() -> None:
     for _ in range(4):
         assert torch.equal((p * p).to_torch(), torch.ones(4, 4))
         assert (p + p).sum().item() == 32
+
+
+@native
+def test_a_call_is_not_remembered_for_a_tensor_that_was_reduced_meanwhile() -> None:
+    p = dtorch.ones(4, device_mesh=TWO, placements=[Partial()])
+    q = dtorch.ones(4, device_mesh=TWO, placements=[Partial()])
+    _ = q * q
+    cache = NATIVE.CallCache(True, 8)
+    made = {"slow": lambda leaves: "for the partial one", "read": (), "traced": [(0, p._spec)]}
+    cache.remember("token", (q,), {}, ((0,), {}), made)  # as if another thread had reduced it
+    assert cache.call("token", (q,), {}) is NATIVE.MISSED
+    cache.remember("token", (p,), {}, ((0,), {}), made)
+    assert cache.call("token", (p,), {}) == "for the partial one"
+
+
+@native
+def test_a_collection_in_the_middle_of_a_call() -> None:
+    x = dtorch.ones(2, 3, device_mesh=TWO)
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            _ = x.sum(dim=1) * 3.0
+            (x + 1).add_(2)
+
+    before = gc.get_threshold()
+    gc.set_threshold(3, 2, 2)
+    try:
+        for _ in range(300):
+            Cycle()
+            y = x + 0
+            assert y.add_(1) is y
+        assert y.tolist() == [[2.0] * 3] * 2
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_the_entry_point_takes_what_a_subclass_may_hand_on() -> None:
+    x = dtorch.ones(2)
+    enter: Any = dtorch.Tensor.__torch_function__
+    for _ in range(3):
+        assert enter(torch.add, (dtorch.Tensor,), args=(x, x)).tolist() == [2, 2]
+        assert enter(torch.add, (), (x, x), {"alpha": 2}).tolist() == [3, 3]
+        assert enter(func=torch.neg, types=(), args=[x], kwargs=None).tolist() == [-1, -1]
+    with pytest.raises(TypeError, match=r"func"):
+        enter()
+    foreign = torch.ones(2).as_subclass(dtorch.Tensor)
+    assert not hasattr(foreign, "_spec")
+    assert dtorch.Tensor.add.__doc__ == torch.Tensor.add.__doc__
 
 
 def test_views_and_writes_on_known_calls() -> None:
@@ -310,3 +393,35 @@ def test_a_python_kernel_takes_the_lock_only_for_itself() -> None:
         with pytest.raises(WorkerError, match="ValueError on cpu:0: from the kernel") as caught:
             torch.ops.dtorch_test.failing(x).to_torch()
         assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_failed_python_kernel_is_read_by_many_threads() -> None:
+    with torch.library._scoped_library("dtorch_test", "DEF") as library:
+        raised: type[BaseException]
+
+        def fails(x: torch.Tensor) -> torch.Tensor:
+            raise raised("from the kernel")
+
+        library.define("failing(Tensor x) -> Tensor")
+        library.impl("failing", fails, "CPU")
+        library.impl("failing", torch.empty_like, "Meta")
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for raised in (ValueError, SystemExit, ValueError):
+                lost = torch.ops.dtorch_test.failing(dtorch.ones(3))
+                causes: list[Any] = []
+
+                def read(lost: Any = lost, causes: list[Any] = causes) -> None:
+                    with pytest.raises(WorkerError, match="from the kernel") as caught:
+                        lost.to_torch()
+                    causes.append(type(caught.value.__cause__))
+
+                threads = [threading.Thread(target=read) for _ in range(8)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join(30)
+                assert causes == [raised] * 8
+        finally:
+            sys.setswitchinterval(interval)

@@ -16,5 +16,6 @@ c10::IValue to_scalar(PyObject* value);
 // The user's line that is running: the innermost frame outside of the libraries.
 Site user_site();
 void bind_eager(py::module_& module);
+void bind_compiled(py::module_& module);
 
 }  // namespace dtorch

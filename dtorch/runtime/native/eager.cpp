@@ -117,9 +117,17 @@ Wrapper* wrapper_of(PyObject* object) {
   return typeid(*impl) == typeid(Wrapper) ? static_cast<Wrapper*>(impl) : nullptr;
 }
 
+// What a program reads of a tensor: a partial one is reduced once that is known.
+PyObject* spec_of(Wrapper* tensor) {
+  return tensor->reduced ? wrapper_of(tensor->reduced)->spec : tensor->spec;
+}
+
 Wrapper& checked_wrapper(PyObject* object) {
   Wrapper* found = wrapper_of(object);
-  if (!found) throw py::attribute_error("this tensor was not made by dtorch");
+  if (!found) {
+    PyErr_SetString(PyExc_AttributeError, "this tensor was not made by dtorch");
+    throw py::error_already_set();
+  }
   return *found;
 }
 
@@ -238,9 +246,8 @@ class Encoder {
   bool tensor(PyObject* object, PyObject* number) {
     Wrapper* found = wrapper_of(object);
     if (!found || (grad_ && found->requires_grad())) return false;
-    if (found->reduced) found = wrapper_of(found->reduced);
     words.push_back(kTensor);
-    words.push_back(reinterpret_cast<uint64_t>(found->spec));
+    words.push_back(reinterpret_cast<uint64_t>(spec_of(found)));
     return leaf(object, number);
   }
 
@@ -348,26 +355,34 @@ class CallCache {
                 const py::tuple& numbered, const py::dict& made) {
     Encoder key;
     if (!encode(key, token, args, kwargs, numbered[0], numbered[1])) return;
-    if (entries_.size() >= capacity_) entries_.clear();
+    if (entries_.size() >= capacity_) forget();
     std::vector<int> place(key.numbers.size());
     for (size_t i = 0; i < key.numbers.size(); i++) place.at(key.numbers[i]) = int(i);
+    // Another thread may have reduced or changed a tensor since it was traced.
+    for (const auto& traced : py::list(made["traced"])) {
+      auto pair = py::reinterpret_borrow<py::tuple>(traced);
+      PyObject* leaf = key.leaves.at(place.at(py::cast<int>(pair[0])));
+      if (spec_of(wrapper_of(leaf)) != pair[1].ptr()) return;
+    }
     py::list kept;
     kept.append(token);
     for (PyObject* leaf : key.leaves) {
       if (Py_TYPE(leaf) == tensor_type) {
-        Wrapper* found = wrapper_of(leaf);
-        if (found->reduced) found = wrapper_of(found->reduced);
-        kept.append(py::handle(found->spec));
+        kept.append(py::handle(spec_of(wrapper_of(leaf))));
       }
     }
     std::vector<int> read;
     for (int number : py::cast<std::vector<int>>(made["read"])) read.push_back(place.at(number));
     if (!read.empty()) {
-      Entry first;
-      first.key = key.words;
-      first.read = read;
-      first.kept = kept;
-      if (!find(key)) insert(std::move(first));
+      if (auto first = entry_at(key.words)) {
+        first->read = read;  // a later trace may read more
+      } else {
+        Entry made_first;
+        made_first.key = key.words;
+        made_first.read = read;
+        made_first.kept = kept;
+        insert(std::move(made_first));
+      }
       key.values(read);
     }
     Entry entry = entry_of(made, place);
@@ -377,7 +392,7 @@ class CallCache {
   }
 
   void clear() {
-    entries_.clear();
+    forget();
     hits = 0;
   }
 
@@ -437,13 +452,18 @@ class CallCache {
     entries_.emplace(hash, std::make_shared<Entry>(std::move(entry)));
   }
 
+  std::shared_ptr<Entry> entry_at(const Words& words) const {
+    auto [begin, end] = entries_.equal_range(hash_of(words));
+    for (auto it = begin; it != end; ++it) {
+      if (it->second->key == words) return it->second;
+    }
+    return nullptr;
+  }
+
+  // The entry of a call; to its key are added the values of the leaves that it reads.
   std::shared_ptr<Entry> find(Encoder& key) {
     for (bool first : {true, false}) {
-      std::shared_ptr<Entry> found;
-      auto [begin, end] = entries_.equal_range(hash_of(key.words));
-      for (auto it = begin; it != end && !found; ++it) {
-        if (it->second->key == key.words) found = it->second;
-      }
+      std::shared_ptr<Entry> found = entry_at(key.words);
       if (!found || found->read.empty() || !first) return found;
       key.values(found->read);
     }
@@ -456,9 +476,10 @@ class CallCache {
     if (!entry) return py::object();
     hits++;
     if (!entry->slow.is_none()) {
+      std::vector<PyObject*> met = key.leaves;  // a new list may collect, which uses the encoder
       py::list leaves(entry->order.size());
       for (size_t i = 0; i < entry->order.size(); i++) {
-        leaves[i] = py::handle(key.leaves[entry->order[i]]);
+        leaves[i] = py::handle(met[entry->order[i]]);
       }
       return entry->slow(leaves);
     }
@@ -498,6 +519,12 @@ class CallCache {
     return entry->unflatten(listed);
   }
 
+  // What an entry keeps may run Python code as it goes, which comes back here.
+  void forget() {
+    decltype(entries_) gone;
+    gone.swap(entries_);
+  }
+
   bool ints_are_dynamic_;
   size_t capacity_;
   std::unordered_multimap<uint64_t, std::shared_ptr<Entry>> entries_;
@@ -521,24 +548,39 @@ struct Entrance {
 Entrance functions, operations;
 
 // (func, types, args, kwargs), as torch calls ``__torch_function__`` and ``__torch_dispatch__``.
-PyObject* enter(const Entrance& entrance, PyObject* const* given, Py_ssize_t count) {
+PyObject* enter(const Entrance& entrance, PyObject* const* given, Py_ssize_t count,
+                PyObject* names) {
   return guarded([&]() -> PyObject* {
-    PyObject* kwargs = count > 3 && given[3] != Py_None ? given[3] : nullptr;
-    py::object args = count > 2 ? py::reinterpret_borrow<py::object>(given[2]) : py::tuple();
-    py::object result = entrance.cache->call(given[0], &PyTuple_GET_ITEM(args.ptr(), 0),
+    PyObject* taken[] = {nullptr, nullptr, nullptr, nullptr};
+    static const char* const parameters[] = {"func", "types", "args", "kwargs"};
+    Py_ssize_t num_names = names ? PyTuple_GET_SIZE(names) : 0;
+    for (Py_ssize_t i = 0; i < count + num_names; i++) {
+      Py_ssize_t at = i;
+      if (i >= count) {
+        const char* name = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i - count));
+        for (at = 0; at < 4 && strcmp(parameters[at], name) != 0;) at++;
+      }
+      TORCH_CHECK_TYPE(at < 4 && !taken[at], "expected (func, types, args=(), kwargs=None)");
+      taken[at] = given[i];
+    }
+    TORCH_CHECK_TYPE(taken[0], "expected (func, types, args=(), kwargs=None)");
+    PyObject* kwargs = taken[3] && taken[3] != Py_None ? taken[3] : nullptr;
+    TORCH_CHECK_TYPE(!kwargs || PyDict_Check(kwargs), "kwargs must be a dict");
+    py::tuple args(taken[2] ? py::reinterpret_borrow<py::object>(taken[2]) : py::tuple());
+    py::object result = entrance.cache->call(taken[0], &PyTuple_GET_ITEM(args.ptr(), 0),
                                              PyTuple_GET_SIZE(args.ptr()), kwargs);
     if (result) return result.release().ptr();
     py::object named = kwargs ? py::reinterpret_borrow<py::object>(kwargs) : py::dict();
-    return PyObject_CallFunctionObjArgs(entrance.slow, given[0], args.ptr(), named.ptr(), nullptr);
+    return PyObject_CallFunctionObjArgs(entrance.slow, taken[0], args.ptr(), named.ptr(), nullptr);
   });
 }
 
-PyObject* torch_function(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return enter(functions, given, count);
+PyObject* torch_function(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* names) {
+  return enter(functions, given, count, names);
 }
 
-PyObject* torch_dispatch(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return enter(operations, given, count);
+PyObject* torch_dispatch(PyObject*, PyObject* const* given, Py_ssize_t count, PyObject* names) {
+  return enter(operations, given, count, names);
 }
 
 // A method of a tensor: the cache first, then torch's own method.
@@ -571,10 +613,10 @@ PyObject* get_method(PyObject* self, PyObject* object, PyObject*) {
 }
 
 PyObject* attribute_of_method(PyObject* self, PyObject* name) {
-  PyObject* found = PyObject_GenericGetAttr(self, name);
+  PyObject* found = PyObject_GetAttr(((Method*)self)->original, name);
   if (found || !PyErr_ExceptionMatches(PyExc_AttributeError)) return found;
   PyErr_Clear();
-  return PyObject_GetAttr(((Method*)self)->original, name);
+  return PyObject_GenericGetAttr(self, name);
 }
 
 PyTypeObject method_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -588,8 +630,10 @@ py::object new_method(const py::object& original, const py::object& func) {
 }
 
 PyMethodDef entries[] = {
-    {"torch_function", (PyCFunction)(void (*)(void))torch_function, METH_FASTCALL, nullptr},
-    {"torch_dispatch", (PyCFunction)(void (*)(void))torch_dispatch, METH_FASTCALL, nullptr},
+    {"torch_function", (PyCFunction)(void (*)(void))torch_function, METH_FASTCALL | METH_KEYWORDS,
+     nullptr},
+    {"torch_dispatch", (PyCFunction)(void (*)(void))torch_dispatch, METH_FASTCALL | METH_KEYWORDS,
+     nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -28,6 +28,7 @@ struct Frame {
   int device;
   std::vector<c10::IValue> slots;
   std::vector<FailurePtr> failures;  // empty until something has failed
+  std::vector<LoanPtr> loans;        // the memory of the caller that this run reads
   torch::jit::Stack stack;
   at::Generator generator;
 
@@ -38,9 +39,11 @@ struct Frame {
     slots.clear();
     slots.resize(program->num_slots);
     failures.clear();
+    loans.clear();
   }
 
   void store(int slot, Part part) {
+    if (part.loan) loans.push_back(std::move(part.loan));
     if (part.failure) {
       failures.resize(program->num_slots);
       failures[slot] = std::move(part.failure);
@@ -52,6 +55,20 @@ struct Frame {
   Part part(int slot) const {
     if (!failures.empty() && failures[slot]) return {at::Tensor(), failures[slot]};
     return {slots[slot].isNone() ? at::Tensor() : slots[slot].toTensor(), nullptr};
+  }
+
+  // What others may see of a part: the caller must not have written to what this run has read,
+  // and what is in the caller's memory stays on loan.
+  Part settled(Part part) const {
+    for (const LoanPtr& loan : loans) {
+      if (part.failure) break;
+      if (loan->is_broken()) return {at::Tensor(), loan->broken};
+      if (part.tensor.defined() && part.tensor.has_storage() &&
+          part.tensor.is_alias_of(loan->owner)) {
+        part.loan = loan;
+      }
+    }
+    return part;
   }
 
   FailurePtr failed(const std::vector<int>& reads) const {
@@ -239,10 +256,6 @@ void leave(Exchange& exchange, const Meeting& meeting) {
   }
 }
 
-Part plain(Part part) {
-  if (part.tensor.defined()) part.tensor = part.tensor.resolve_conj().resolve_neg();
-  return part;
-}
 
 // Begins a step: shows a part to the group, for its first round.
 void run_show(Frame& frame, const Instruction& instruction) {
@@ -250,12 +263,13 @@ void run_show(Frame& frame, const Instruction& instruction) {
   if (meeting.member < 0) return;
   Part part;
   try {
-    part = plain(frame.part(instruction.reads[0]));
+    part = frame.part(instruction.reads[0]);
+    if (part.tensor.defined()) part.tensor = part.tensor.resolve_conj().resolve_neg();
   } catch (...) {
-    part.failure = frame.failure(instruction);
+    part = {at::Tensor(), frame.failure(instruction)};
   }
   Exchange& exchange = frame.call->exchanges[meeting.exchange];
-  arrive(exchange, meeting).set(meeting.member, std::move(part));
+  arrive(exchange, meeting).set(meeting.member, frame.settled(std::move(part)));
   if (meeting.rounds.empty()) leave(exchange, meeting);
 }
 
@@ -290,6 +304,7 @@ void run_step(Frame& frame, const Instruction& instruction) {
     part = Part();
     for (const Part& p : taken) {
       if (p.failure) part.failure = part.failure ? part.failure : p.failure;
+      if (p.loan) frame.loans.push_back(p.loan);
     }
     // The peers have seen it too, and start no other round either.
     if (part.failure) break;
@@ -298,6 +313,7 @@ void run_step(Frame& frame, const Instruction& instruction) {
     } catch (...) {
       part.failure = frame.failure(instruction);
     }
+    part = frame.settled(std::move(part));
   }
   frame.store(instruction.outputs[0], std::move(part));
 }
@@ -328,10 +344,12 @@ void run(Call& call, int device, Frame& frame) {
   }
   for (size_t i = 0; i < program.outputs.size(); i++) {
     const Port& port = program.outputs[i];
-    if (port.places[device] >= 0) call.outputs[i]->set(port.places[device], frame.part(port.slot));
+    if (port.places[device] < 0) continue;
+    call.outputs[i]->set(port.places[device], frame.settled(frame.part(port.slot)));
   }
   frame.slots.clear();
   frame.failures.clear();
+  frame.loans.clear();
 }
 
 void abandon(Call& call, int device) {
@@ -545,6 +563,8 @@ void stop(FailurePtr failure) {
     pool->number++;
   }
   for (auto& entry : ending) entry.second->end();
+  // Another thread that has submitted may be about to wake them.
+  for (auto& entry : ending) entry.second.release();
 }
 
 bool on_worker() { return this_is_a_worker; }

@@ -49,6 +49,7 @@ class HostCache final : public c10::Allocator {
     num_kept_ = 0;
   }
 
+
   std::atomic<size_t> limit{size_t(1) << 30};
 
  private:

@@ -28,7 +28,24 @@ void drop(PyObject* object) {
   Py_DECREF(object);
 }
 
+// Leaves what Python code raised where it is, for another thread that reads it too.
 py::object exception_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const python_error& raised) {
+    PyObject *type = raised.type, *value = raised.value, *traceback = raised.traceback;
+    Py_XINCREF(type);
+    Py_XINCREF(value);
+    Py_XINCREF(traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback) PyException_SetTraceback(value, traceback);
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+    return py::reinterpret_steal<py::object>(value);
+  } catch (const py::error_already_set& raised) {
+    return raised.value();
+  } catch (...) {
+  }
   auto raise = [&]() -> PyObject* {
     HANDLE_TH_ERRORS
     std::rethrow_exception(error);
@@ -66,7 +83,8 @@ ShardsPtr shards_of(const py::sequence& parts) {
       static FailurePtr broken = from_python(py::reinterpret_borrow<py::object>(given.written_to)());
       auto owner = py::cast<at::Tensor>(part.attr("owner"));
       auto version = py::cast<int64_t>(part.attr("version"));
-      shards->lend(i, py::cast<at::Tensor>(part.attr("part")), {owner, version, broken});
+      auto loan = std::make_shared<Loan>(Loan{owner, version, broken});
+      shards->set(i, {py::cast<at::Tensor>(part.attr("part")), nullptr, loan});
     } else {
       shards->set(i, part_of(part));
     }
@@ -108,7 +126,7 @@ py::cpp_function when_ready(ShardsPtr shards, const py::handle& indices, const p
 bool wait(Shards& shards, const py::handle& indices, const py::object& timeout) {
   std::vector<int> wanted = to_indices(indices);
   if (shards.ready(wanted)) return true;
-  double left = timeout.is_none() ? INFINITY : py::cast<double>(timeout);
+  double left = timeout.is_none() ? INFINITY : std::max(0.0, py::cast<double>(timeout));
   while (true) {  // in pieces, so that Ctrl-C is noticed
     double piece = std::min(left, 0.1);
     {
@@ -355,8 +373,15 @@ c10::IValue to_scalar(PyObject* value) {
     Py_complex c = PyComplex_AsCComplex(value);
     return c10::complex<double>(c.real, c.imag);
   }
-  int64_t number = PyLong_AsLongLong(value);
-  if (number == -1 && PyErr_Occurred()) throw py::error_already_set();
+  int overflow = 0;
+  int64_t number = PyLong_AsLongLongAndOverflow(value, &overflow);
+  if (overflow > 0) {  // torch takes what 64 bits without a sign hold
+    uint64_t large = PyLong_AsUnsignedLongLong(value);
+    if (PyErr_Occurred()) throw py::error_already_set();
+    return c10::IValue(at::Scalar(large));
+  }
+  if (overflow < 0) PyLong_AsLongLong(value);
+  if (PyErr_Occurred()) throw py::error_already_set();
   return number;
 }
 
@@ -398,6 +423,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("add_operation", &add_operation)
       .def("add_step", &add_step);
   bind_eager(module);
+  bind_compiled(module);
   module.def("give", &give);
   module.def("submit", &submit_program);
   module.def("mark", &mark);

@@ -69,24 +69,15 @@ bool Shards::ready(const std::vector<int>& indices) const {
 Part Shards::get(size_t index) const {
   const Cell& c = cell(index);
   if (!c.ready.load(std::memory_order_acquire)) return {at::Tensor(), lost_in_fork};
-  if (c.loan && c.loan->owner.unsafeGetTensorImpl()->version_counter().current_version() !=
-                    c.loan->version) {
-    return {at::Tensor(), c.loan->broken};
-  }
-  return {c.tensor, c.failure};
+  if (c.loan && c.loan->is_broken()) return {at::Tensor(), c.loan->broken};
+  return {c.tensor, c.failure, c.loan};
 }
 
 void Shards::set(size_t index, Part part) {
   Cell& c = cell(index);
   c.tensor = std::move(part.tensor);
   c.failure = std::move(part.failure);
-  publish(index);
-}
-
-void Shards::lend(size_t index, at::Tensor part, Loan loan) {
-  Cell& c = cell(index);
-  c.tensor = std::move(part);
-  c.loan = std::make_unique<Loan>(std::move(loan));
+  c.loan = std::move(part.loan);
   publish(index);
 }
 

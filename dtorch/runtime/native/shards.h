@@ -40,17 +40,23 @@ struct Failure {
 };
 using FailurePtr = std::shared_ptr<const Failure>;
 
-// A tensor or a failure.
-struct Part {
-  at::Tensor tensor;
-  FailurePtr failure;
-};
-
-// Memory of the caller: whose version is watched, and what the part is once that has changed.
+// Memory of the caller: whose version is watched, and what a part is once that has changed.
 struct Loan {
   at::Tensor owner;
   int64_t version;
   FailurePtr broken;
+
+  bool is_broken() const {
+    return owner.unsafeGetTensorImpl()->version_counter().current_version() != version;
+  }
+};
+using LoanPtr = std::shared_ptr<const Loan>;
+
+// A tensor or a failure; the tensor may be in memory of the caller.
+struct Part {
+  at::Tensor tensor;
+  FailurePtr failure;
+  LoanPtr loan;
 };
 
 class Shards : public c10::intrusive_ptr_target {
@@ -66,7 +72,6 @@ class Shards : public c10::intrusive_ptr_target {
 
   // Stores a part and wakes those who wait for it; called once.
   void set(size_t index, Part part);
-  void lend(size_t index, at::Tensor part, Loan loan);
 
   // Calls `wake`, under a lock, once the parts are ready: now or from the thread that sets the
   // last. Returns a token for `forget`.
@@ -85,7 +90,7 @@ class Shards : public c10::intrusive_ptr_target {
     std::atomic<bool> ready{false};
     at::Tensor tensor;
     FailurePtr failure;
-    std::unique_ptr<Loan> loan;
+    LoanPtr loan;
   };
   struct Waiter {
     std::vector<int> missing;
