@@ -170,11 +170,11 @@ class Compiled:
             assert output.leaf is not None
             owner, is_whole = output.leaf
             base = owner if isinstance(owner, Tensor) else leaves[owner]
-            return _link(base, values[output.item], is_whole)
+            return link(base, values[output.item], is_whole)
         if output.kind == "sibling":
             assert output.leaf is not None
             first, is_whole = output.leaf
-            return _link(before[first], values[output.item], is_whole)
+            return link(before[first], values[output.item], is_whole)
         if output.kind == "again":
             return before[output.item]
         if output.kind == "part":
@@ -315,7 +315,7 @@ def _rebind(target: Tensor, value: Tensor) -> None:
         tensor._reduced = None if fits else value
 
 
-def _link(base: Tensor, view: Tensor, is_whole: bool) -> Tensor:
+def link(base: Tensor, view: Tensor, is_whole: bool) -> Tensor:
     """Remembers that a tensor shares the storage of another."""
     if base._aliases is None:
         AliasGroup().add(base, True)

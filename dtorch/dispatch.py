@@ -36,7 +36,9 @@ from .tree import flatten, unflatten
 
 _eager_cache = Cache()
 _calls = memo.call_cache(ints_are_dynamic=True, capacity=_eager_cache.capacity)
-_operations = memo.call_cache(ints_are_dynamic=True, capacity=_eager_cache.capacity)
+_operations = memo.call_cache(
+    ints_are_dynamic=True, capacity=_eager_cache.capacity, below_autograd=True
+)
 
 
 def cache_info() -> CacheInfo:
@@ -240,7 +242,7 @@ def _run_eagerly(
         return _on_host(func, arguments, treespec)
     cache, run = (_operations, _run_below) if below_autograd else (_calls, _run_above)
     if call is not None and func not in _STORAGE_FUNCTIONS:
-        memo.remember(cache, call, treespec, arguments, static, entry, run)
+        memo.remember(cache, call, treespec, arguments, static, entry, run, check_aliases=False)
     return unflatten(entry.treespec, run(entry, arguments))
 
 
@@ -391,7 +393,11 @@ def _in_order(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _install_native() -> None:
     """Puts the C++ caches before torch's operators, methods and functions on a `Tensor`."""
-    NATIVE.install_entrances(_calls, call_function, _operations, call_operation)
+    substitutes = dict(autograd.EAGER_SUBSTITUTES)
+    special = {*_OWN, _DATA_SETTER}
+    NATIVE.install_entrances(
+        _calls, call_function, _operations, call_operation, substitutes, special
+    )
     Tensor.__torch_function__ = NATIVE.torch_function
     Tensor.__torch_dispatch__ = NATIVE.torch_dispatch
     probe = torch.empty(1).as_subclass(_Probe)

@@ -157,7 +157,9 @@ class JitFunction(Generic[_P, _R]):
         else:
             entry, static = self._entry("plain", arguments, treespec)
             call = memo.NamedCall(self._traced.flags(), args, kwargs)
-            memo.remember(self._calls, call, treespec, arguments, static, entry, _run)
+            memo.remember(
+                self._calls, call, treespec, arguments, static, entry, _run, check_aliases=True
+            )
             results = _run(entry, arguments)
         return unflatten(entry.treespec, results)
 

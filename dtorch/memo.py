@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .arguments import Arguments
-from .compiled import Compiled
+from .compiled import Compiled, Output, link
 from .runtime import NATIVE
+from .trace import Source
 from .tree import unflatten
 
 MISSED: Any = object() if NATIVE is None else NATIVE.MISSED
@@ -49,14 +50,17 @@ class NoCache:
         """Does nothing."""
 
 
-def call_cache(ints_are_dynamic: bool, capacity: int) -> Any:
+def call_cache(ints_are_dynamic: bool, capacity: int, below_autograd: bool = False) -> Any:
     """Returns a cache of calls.
 
     Args:
         ints_are_dynamic: Integers are run-time values; otherwise they belong to the key.
         capacity: How many calls it holds; then it starts anew.
+        below_autograd: The calls come from autograd, which has recorded them.
     """
-    return NoCache() if NATIVE is None else NATIVE.CallCache(ints_are_dynamic, capacity)
+    if NATIVE is None:
+        return NoCache()
+    return NATIVE.CallCache(ints_are_dynamic, below_autograd, capacity)
 
 
 def remember(
@@ -67,6 +71,7 @@ def remember(
     static: tuple[int, ...],
     compiled: Compiled,
     run: Callable[[Compiled, Arguments], list[Any]],
+    check_aliases: bool,
 ) -> None:
     """Tells a cache how to run a call again; before it runs, which may change its arguments.
 
@@ -77,12 +82,13 @@ def remember(
         arguments: Their leaves.
         static: The numbers of the scalars whose values belong to the key.
         compiled: The traced call.
-        run: Runs it on the leaves, for a call that does more than compute new tensors.
+        run: Runs it on the leaves, for a call that does more than C++ can.
+        check_aliases: A write to an argument is refused where it is also given otherwise.
     """
     if compiled.untried or not cache.wants(*call):
         return
     numbered = unflatten(treespec, list(range(len(arguments.leaves))))
-    cache.remember(*call, numbered, _made(arguments, static, compiled, run))
+    cache.remember(*call, numbered, _made(arguments, static, compiled, run, check_aliases))
 
 
 def _made(
@@ -90,37 +96,53 @@ def _made(
     static: tuple[int, ...],
     compiled: Compiled,
     run: Callable[[Compiled, Arguments], list[Any]],
+    check_aliases: bool,
 ) -> dict[str, Any]:
-    traced = [(number, arguments.key[number]) for number in arguments.tensors]
-    if not _is_simple(compiled):
-        again = arguments.kind()
+    again = arguments.kind()
 
-        def slow(leaves: list[Any]) -> Any:
-            return unflatten(compiled.treespec, run(compiled, again(leaves)))
+    def slow(leaves: list[Any]) -> Any:
+        return unflatten(compiled.treespec, run(compiled, again(leaves)))
 
-        return {"slow": slow, "read": static, "traced": traced}
-    specs = compiled.program.specs
-    is_leaf = compiled.treespec.is_leaf()
-    return {
-        "slow": None,
+    made = {
+        "slow": slow,
         "read": static,
-        "traced": traced,
+        "traced": [(number, arguments.key[number]) for number in arguments.tensors],
+        "program": None,
+    }
+    if not _is_simple(compiled, check_aliases):
+        return made
+    specs, outputs = compiled.program.specs, compiled.outputs
+    is_leaf = compiled.treespec.is_leaf()
+    return made | {
         "program": compiled.executable.native,  # pyright: ignore[reportAttributeAccessIssue]
         "inputs": [source.item for source in compiled.sources],
         "scalars": [expression[1] for expression in compiled.expressions],
         "specs": [specs[value] for value in compiled.program.outputs],
-        "results": [(output.kind == "value", output.item) for output in compiled.outputs],
+        "results": [(output.kind != "leaf", output.item) for output in outputs],
         "reduced": list(compiled.reduced),
+        "written": next(((output, source.item) for output, source in compiled.mutated), None),
+        "links": [(i, *o.leaf) for i, o in enumerate(outputs) if o.leaf is not None],
+        "link": link,
         "unflatten": None if is_leaf else compiled.treespec.unflatten,
     }
 
 
-def _is_simple(compiled: Compiled) -> bool:
-    """Whether a call only computes new tensors from tensors and numbers that it is given."""
-    does_more = compiled.mutated or compiled.states or compiled.extra
+def _is_simple(compiled: Compiled, check_aliases: bool) -> bool:
+    """Whether a call only computes tensors, views and one new value of those that it is given."""
+    written = [source for _, source in compiled.mutated]
     return (
-        not does_more
+        not (compiled.states or compiled.extra)
+        and (not written or (not check_aliases and len(written) == 1 and _is_leaf(*written)))
         and all(source.kind in ("leaf", "capture") for source in compiled.sources)
         and all(expression[0] == "argument" for expression in compiled.expressions)
-        and all(output.kind in ("value", "leaf") for output in compiled.outputs)
+        and all(map(_is_simple_output, compiled.outputs))
     )
+
+
+def _is_leaf(source: Source) -> bool:
+    return source.kind == "leaf"
+
+
+def _is_simple_output(output: Output) -> bool:
+    is_view = output.kind == "alias" and output.leaf is not None and type(output.leaf[0]) is int
+    return is_view or output.kind in ("value", "leaf")

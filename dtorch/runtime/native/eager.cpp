@@ -45,13 +45,15 @@ struct Wrapper final : c10::TensorImpl {
   }
   void drop() {
     shards.reset();
-    if ((!spec && !reduced) || !Py_IsInitialized()) return;
+    if ((!spec && !reduced && !aliases) || !Py_IsInitialized()) return;
     py::gil_scoped_acquire gil;
     Py_CLEAR(spec);
     Py_CLEAR(reduced);
+    Py_CLEAR(aliases);
   }
   PyObject* spec = nullptr;
   PyObject* reduced = nullptr;  // the same value with its partial sums reduced, once it is known
+  PyObject* aliases = nullptr;  // the tensors that share its storage in PyTorch's sense
   ShardsPtr shards;
 };
 
@@ -147,12 +149,14 @@ class Encoder {
   Words words;
   std::vector<PyObject*> leaves;  // borrowed
   std::vector<int> numbers;       // of the leaves in the Python path's order, where it is asked for
+  bool differentiable = false;    // whether autograd has to record the call
 
   // Returns false where the call has to take the Python path.
   bool begin(PyObject* token, bool ints_are_dynamic) {
     words.clear();
     leaves.clear();
     numbers.clear();
+    differentiable = false;
     ints_are_dynamic_ = ints_are_dynamic;
     if (at::impl::torch_function_mode_enabled()) return false;
     if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
@@ -245,7 +249,8 @@ class Encoder {
 
   bool tensor(PyObject* object, PyObject* number) {
     Wrapper* found = wrapper_of(object);
-    if (!found || (grad_ && found->requires_grad())) return false;
+    if (!found) return false;
+    differentiable |= grad_ && found->requires_grad();
     words.push_back(kTensor);
     words.push_back(reinterpret_cast<uint64_t>(spec_of(found)));
     return leaf(object, number);
@@ -314,34 +319,43 @@ struct Entry {
   std::vector<int> read;    // leaves whose values belong to the key; such an entry has no program
   std::vector<int> order;   // for each leaf of the Python path, its place among the leaves here
   py::object kept;          // what the key names by address
-  py::object slow;          // runs the call on the leaves in Python, for what is not simple
-  ProgramPtr program;
+  py::object slow;          // runs the call on the leaves in Python, where C++ cannot
+  ProgramPtr program;       // none where C++ never can
   std::vector<int> inputs;  // places of leaves; ~i is the i-th captured tensor
   std::vector<py::object> captures;
   std::vector<int> scalars;  // places of leaves
   std::vector<const Form*> forms;  // of the outputs, kept by their specs in `captures`
   std::vector<std::pair<bool, int>> results;  // an output, or (false) a leaf
   std::vector<std::pair<int, int>> reduced;   // an output that is a partial leaf, reduced
+  int written = -1, written_leaf = -1;        // the output that is the new value of a leaf
+  bool counts_writes = false;                 // whether that is a new version of the leaf
+  std::vector<std::tuple<int, int, bool>> links;  // a result that aliases a leaf, or all of it
+  py::object link;                                // what makes it so
   py::object unflatten;      // none where the result is one leaf
 };
 
 class CallCache {
  public:
-  CallCache(bool ints_are_dynamic, size_t capacity)
-      : ints_are_dynamic_(ints_are_dynamic), capacity_(capacity) {}
+  CallCache(bool ints_are_dynamic, bool below_autograd, size_t capacity)
+      : ints_are_dynamic_(ints_are_dynamic), below_(below_autograd), capacity_(capacity) {}
 
-  // Each returns the result of a call that is known, and no object for one that is not.
-  py::object call(PyObject* token, PyObject* const* args, size_t count, PyObject* kwargs) {
+  // Each returns the result of a call that is known, and no object for one that is not; then
+  // `differentiable` says whether only autograd is in the way.
+  py::object call(PyObject* token, PyObject* const* args, size_t count, PyObject* kwargs,
+                  bool& differentiable) {
     Encoder& key = encoder();
-    bool known = key.begin(token, ints_are_dynamic_) && key.items(kTuple, args, count, nullptr) &&
-                 key.dict(kwargs, nullptr);
-    return known ? run(key) : py::object();
+    bool fits = key.begin(token, ints_are_dynamic_) && key.items(kTuple, args, count, nullptr) &&
+                key.dict(kwargs, nullptr);
+    differentiable = fits && is_differentiable(key);
+    return fits && !differentiable ? run(key) : py::object();
   }
-  py::object call_method(PyObject* token, PyObject* const* args, size_t count, PyObject* names) {
+  py::object call_method(PyObject* token, PyObject* const* args, size_t count, PyObject* names,
+                         bool& differentiable) {
     Encoder& key = encoder();
-    bool known = key.begin(token, ints_are_dynamic_) && key.items(kTuple, args, count, nullptr) &&
-                 key.named(names, args + count);
-    return known ? run(key) : py::object();
+    bool fits = key.begin(token, ints_are_dynamic_) && key.items(kTuple, args, count, nullptr) &&
+                key.named(names, args + count);
+    differentiable = fits && is_differentiable(key);
+    return fits && !differentiable ? run(key) : py::object();
   }
 
   // Whether a call can be remembered and is not.
@@ -410,14 +424,16 @@ class CallCache {
     auto or_null = [](const py::object& o) { return o.is_none() ? nullptr : o.ptr(); };
     return key.begin(token.ptr(), ints_are_dynamic_) &&
            key.items(kTuple, &PyTuple_GET_ITEM(args.ptr(), 0), args.size(), or_null(args_numbers)) &&
-           key.dict(or_null(kwargs), or_null(kwargs_numbers));
+           key.dict(or_null(kwargs), or_null(kwargs_numbers)) && !is_differentiable(key);
   }
+
+  bool is_differentiable(const Encoder& key) const { return key.differentiable && !below_; }
 
   Entry entry_of(const py::dict& made, const std::vector<int>& place) {
     Entry entry;
     entry.order = place;
     entry.slow = made["slow"];
-    if (!entry.slow.is_none()) return entry;
+    if (made["program"].is_none()) return entry;
     entry.program = py::cast<std::shared_ptr<Program>>(made["program"]);
     for (const auto& source : py::list(made["inputs"])) {
       if (py::isinstance<py::int_>(source)) {
@@ -443,6 +459,17 @@ class CallCache {
       auto [output, leaf] = py::cast<std::pair<int, int>>(pair);
       entry.reduced.push_back({output, place.at(leaf)});
     }
+    if (!made["written"].is_none()) {
+      auto [output, leaf] = py::cast<std::pair<int, int>>(made["written"]);
+      entry.written = output;
+      entry.written_leaf = place.at(leaf);
+      entry.counts_writes = !below_;
+    }
+    for (const auto& link : py::list(made["links"])) {
+      auto [result, leaf, whole] = py::cast<std::tuple<int, int, bool>>(link);
+      entry.links.push_back({result, place.at(leaf), whole});
+    }
+    entry.link = made["link"];
     entry.unflatten = made["unflatten"];
     return entry;
   }
@@ -475,7 +502,11 @@ class CallCache {
     std::shared_ptr<Entry> entry = find(key);  // kept, should the call clear the cache
     if (!entry) return py::object();
     hits++;
-    if (!entry->slow.is_none()) {
+    Wrapper* target = entry->written < 0 ? nullptr : wrapper_of(key.leaves[entry->written_leaf]);
+    // A write that others may see, or into another layout, is Python's.
+    bool is_simple = entry->program && (!target || (!target->aliases && !target->is_inference() &&
+                                                    target->spec == entry->forms[entry->written]->spec));
+    if (!is_simple) {
       std::vector<PyObject*> met = key.leaves;  // a new list may collect, which uses the encoder
       py::list leaves(entry->order.size());
       for (size_t i = 0; i < entry->order.size(); i++) {
@@ -498,6 +529,16 @@ class CallCache {
     for (auto [output, leaf] : entry->reduced) {
       partial.emplace_back(output, py::reinterpret_borrow<py::object>(key.leaves[leaf]));
     }
+    c10::SmallVector<py::object, 1> linked;
+    for (auto [result, leaf, whole] : entry->links) {
+      linked.push_back(py::reinterpret_borrow<py::object>(key.leaves[leaf]));
+    }
+    py::object reduced_before;
+    if (target) {
+      target->shards = call->outputs[entry->written];
+      reduced_before = py::reinterpret_steal<py::object>(std::exchange(target->reduced, nullptr));
+      if (entry->counts_writes) target->bump_version();
+    }
     // From here on Python may run other code (a collection), which uses the encoder too.
     call->site = user_site();
     size_t next = 0;
@@ -513,6 +554,10 @@ class CallCache {
       leaf.attr("_reduced") = complete;
     }
     submit(std::move(call));
+    for (size_t i = 0; i < linked.size(); i++) {
+      auto [result, leaf, whole] = entry->links[i];
+      entry->link(linked[i], results[result], whole);
+    }
     if (entry->unflatten.is_none()) return results[0];
     py::list listed(results.size());
     for (size_t i = 0; i < results.size(); i++) listed[i] = std::move(results[i]);
@@ -525,7 +570,7 @@ class CallCache {
     gone.swap(entries_);
   }
 
-  bool ints_are_dynamic_;
+  bool ints_are_dynamic_, below_;
   size_t capacity_;
   std::unordered_multimap<uint64_t, std::shared_ptr<Entry>> entries_;
 };
@@ -547,6 +592,21 @@ struct Entrance {
 };
 Entrance functions, operations;
 
+PyObject* substitutes = nullptr;  // a dict: what autograd records in place of a function
+PyObject* only_python = nullptr;  // a set of functions that Python treats specially
+
+// While it lives, torch functions on our tensors go straight to autograd and the operations below.
+struct WithoutTorchFunction {
+  WithoutTorchFunction() {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(
+        at::impl::TorchFunctionDisabledState::SUBCLASSES_DISABLED);
+  }
+  ~WithoutTorchFunction() {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(
+        at::impl::TorchFunctionDisabledState::ENABLED);
+  }
+};
+
 // (func, types, args, kwargs), as torch calls ``__torch_function__`` and ``__torch_dispatch__``.
 PyObject* enter(const Entrance& entrance, PyObject* const* given, Py_ssize_t count,
                 PyObject* names) {
@@ -567,9 +627,15 @@ PyObject* enter(const Entrance& entrance, PyObject* const* given, Py_ssize_t cou
     PyObject* kwargs = taken[3] && taken[3] != Py_None ? taken[3] : nullptr;
     TORCH_CHECK_TYPE(!kwargs || PyDict_Check(kwargs), "kwargs must be a dict");
     py::tuple args(taken[2] ? py::reinterpret_borrow<py::object>(taken[2]) : py::tuple());
+    bool differentiable = false;
     py::object result = entrance.cache->call(taken[0], &PyTuple_GET_ITEM(args.ptr(), 0),
-                                             PyTuple_GET_SIZE(args.ptr()), kwargs);
+                                             PyTuple_GET_SIZE(args.ptr()), kwargs, differentiable);
     if (result) return result.release().ptr();
+    if (differentiable && PySet_Contains(only_python, taken[0]) == 0) {
+      PyObject* substitute = PyDict_GetItem(substitutes, taken[0]);
+      WithoutTorchFunction guard;
+      return PyObject_Call(substitute ? substitute : taken[0], args.ptr(), kwargs);
+    }
     py::object named = kwargs ? py::reinterpret_borrow<py::object>(kwargs) : py::dict();
     return PyObject_CallFunctionObjArgs(entrance.slow, taken[0], args.ptr(), named.ptr(), nullptr);
   });
@@ -593,16 +659,21 @@ struct Method {
 PyObject* call_method(PyObject* self, PyObject* const* args, size_t flags, PyObject* names) {
   auto* method = (Method*)self;
   size_t count = PyVectorcall_NARGS(flags);
+  bool differentiable = false;
   PyObject* result = guarded([&]() -> PyObject* {
     if (at::impl::PythonTorchFunctionTLS::get_disabled_state() !=
         at::impl::TorchFunctionDisabledState::ENABLED) {
       return py::reinterpret_borrow<py::object>(missed).release().ptr();
     }
-    py::object found = functions.cache->call_method(method->func, args, count, names);
+    py::object found = functions.cache->call_method(method->func, args, count, names, differentiable);
     return (found ? found : py::reinterpret_borrow<py::object>(missed)).release().ptr();
   });
   if (result != missed) return result;
   Py_DECREF(result);
+  if (differentiable && !PyDict_GetItem(substitutes, method->func)) {
+    WithoutTorchFunction guard;
+    return PyObject_Vectorcall(method->original, args, flags, names);
+  }
   return PyObject_Vectorcall(method->original, args, flags, names);
 }
 
@@ -673,6 +744,7 @@ int set_shards(PyObject* self, PyObject* value, void*) {
 PyGetSetDef fields[] = {
     {"_spec", get_object<&Wrapper::spec>, set_object<&Wrapper::spec>, nullptr, nullptr},
     {"_reduced", get_object<&Wrapper::reduced>, set_object<&Wrapper::reduced>, nullptr, nullptr},
+    {"_aliases", get_object<&Wrapper::aliases>, set_object<&Wrapper::aliases>, nullptr, nullptr},
     {"_shards", get_shards, set_shards, nullptr, nullptr},
 };
 
@@ -702,20 +774,24 @@ void bind_eager(py::module_& module) {
   module.attr("MISSED") = py::handle(missed);
 
   py::class_<CallCache>(module, "CallCache", py::module_local())
-      .def(py::init<bool, size_t>())
+      .def(py::init<bool, bool, size_t>())
       .def_readonly("hits", &CallCache::hits)
       .def("clear", &CallCache::clear)
       .def("wants", &CallCache::wants)
       .def("remember", &CallCache::remember)
       .def("call", [](CallCache& cache, const py::object& token, const py::tuple& args,
                       const py::dict& kwargs) {
-        py::object found =
-            cache.call(token.ptr(), &PyTuple_GET_ITEM(args.ptr(), 0), args.size(), kwargs.ptr());
+        bool differentiable = false;
+        py::object found = cache.call(token.ptr(), &PyTuple_GET_ITEM(args.ptr(), 0), args.size(),
+                                      kwargs.ptr(), differentiable);
         return found ? found : py::reinterpret_borrow<py::object>(missed);
       });
   module.def("install_fields", &install_fields);
   module.def("install_entrances", [](py::object function_cache, py::object function,
-                                     py::object operation_cache, py::object operation) {
+                                     py::object operation_cache, py::object operation,
+                                     py::dict in_place_of, py::set special) {
+    substitutes = in_place_of.release().ptr();
+    only_python = special.release().ptr();
     functions = {py::cast<CallCache*>(function_cache), function.release().ptr()};
     operations = {py::cast<CallCache*>(operation_cache), operation.release().ptr()};
     function_cache.release();
