@@ -146,7 +146,8 @@ def test_gradients_pass_through() -> None:
     w = dtorch.tensor(torch.randn(3, 4)).requires_grad_()
     results = []
     for options in ({}, {"compile": True}):
-        dtorch.jit(lambda w: (torch.sin(w) * w + 1).sum(), **options)(w).backward()
+        # Of these programs, only the backward has enough operations to be compiled.
+        dtorch.jit(torch.sin, **options)(w).sum().backward()
         assert w.grad is not None
         results.append(w.grad.to_torch())
         w.grad = None
