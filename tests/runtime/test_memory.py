@@ -71,6 +71,21 @@ def test_memory_is_used_again() -> None:
     assert len(addresses(20)) <= 6
 
 
+def test_what_has_been_free_for_longest_makes_room() -> None:
+    code = """
+    def addresses(numel):
+        found = set()
+        for _ in range(8):
+            value = (dtorch.ones(numel) * 2).to_torch()
+            found.add(value.data_ptr())
+            del value
+            dtorch.synchronize()
+        return len(found)
+    print(max(addresses(numel) for numel in range(1 << 18, 1 << 19, 1 << 15)) <= 4)
+    """
+    assert run(code, DTORCH_HOST_CACHE_MB="8") == "True\n"
+
+
 def test_memory_of_nearly_equal_sizes_keeps_its_own_size() -> None:
     for numel in (NUMEL + 1, NUMEL + 17, NUMEL - 5, NUMEL * 2 - 1, NUMEL):
         value = (dtorch.ones(numel) * 3).to_torch()

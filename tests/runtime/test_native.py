@@ -235,8 +235,9 @@ def test_a_call_is_not_remembered_for_a_tensor_that_was_reduced_meanwhile() -> N
     p = dtorch.ones(4, device_mesh=TWO, placements=[Partial()])
     q = dtorch.ones(4, device_mesh=TWO, placements=[Partial()])
     _ = q * q
-    cache = NATIVE.CallCache(True, 8)
-    made = {"slow": lambda leaves: "for the partial one", "read": (), "traced": [(0, p._spec)]}
+    cache = NATIVE.CallCache(True, False, 8)
+    made = {"slow": lambda leaves: "for the partial one", "read": (), "program": None}
+    made["traced"] = [(0, p._spec)]
     cache.remember("token", (q,), {}, ((0,), {}), made)  # as if another thread had reduced it
     assert cache.call("token", (q,), {}) is NATIVE.MISSED
     cache.remember("token", (p,), {}, ((0,), {}), made)

@@ -7,6 +7,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 
+#include <algorithm>
+#include <list>
 #include <map>
 #include <mutex>
 #include <unordered_map>
@@ -39,14 +41,10 @@ class HostCache final : public c10::Allocator {
     default_copy_data(to, from, count);
   }
 
-  void empty() {
+  // Gives back what has been free for longest, until at most `room` bytes are kept.
+  void shrink(size_t room) {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& [size, block] : free_) {
-      sizes_.erase(block);
-      c10::free_cpu(block);
-    }
-    free_.clear();
-    num_kept_ = 0;
+    shrink_locked(room);
   }
 
 
@@ -63,10 +61,23 @@ class HostCache final : public c10::Allocator {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = free_.find(size);
     if (found == free_.end()) return nullptr;
-    void* block = found->second;
+    void* block = found->second->second;
+    oldest_.erase(found->second);
     free_.erase(found);
     num_kept_ -= size;
     return block;
+  }
+
+  void shrink_locked(size_t room) {
+    while (num_kept_ > room) {
+      auto [size, block] = oldest_.front();
+      auto [begin, end] = free_.equal_range(size);
+      free_.erase(std::find_if(begin, end, [&](auto& e) { return e.second == oldest_.begin(); }));
+      oldest_.pop_front();
+      num_kept_ -= size;
+      sizes_.erase(block);
+      c10::free_cpu(block);
+    }
   }
 
   void* fresh(size_t size) {
@@ -74,7 +85,7 @@ class HostCache final : public c10::Allocator {
     try {
       block = c10::alloc_cpu(size);
     } catch (const c10::Error&) {
-      empty();
+      shrink(0);
       block = c10::alloc_cpu(size);
     }
     std::lock_guard<std::mutex> lock(mutex_);
@@ -85,7 +96,8 @@ class HostCache final : public c10::Allocator {
   static void release(void* block);
 
   std::mutex mutex_;
-  std::multimap<size_t, void*> free_;
+  std::list<std::pair<size_t, void*>> oldest_;  // the free blocks, in the order of their release
+  std::multimap<size_t, std::list<std::pair<size_t, void*>>::iterator> free_;
   std::unordered_map<void*, size_t> sizes_;  // of the blocks made here
   size_t num_kept_ = 0;
 };
@@ -94,26 +106,20 @@ class HostCache final : public c10::Allocator {
 HostCache* cache = new HostCache();
 
 void HostCache::release(void* block) {
-  size_t size = 0;
   {
     std::lock_guard<std::mutex> lock(cache->mutex_);
     auto found = cache->sizes_.find(block);
     if (found != cache->sizes_.end()) {
-      size = found->second;
+      size_t size = found->second;
       c10::profiledCPUMemoryReporter().Delete(block);
-      if (cache->num_kept_ + size <= cache->limit) {
-        cache->num_kept_ += size;
-        cache->free_.emplace(size, block);
-        return;
-      }
-      cache->sizes_.erase(found);
+      cache->num_kept_ += size;
+      cache->oldest_.emplace_back(size, block);
+      cache->free_.emplace(size, std::prev(cache->oldest_.end()));
+      cache->shrink_locked(cache->limit);
+      return;
     }
   }
-  if (size) {
-    c10::free_cpu(block);
-  } else {
-    c10::GetDefaultCPUAllocator()->raw_deallocate(block);
-  }
+  c10::GetDefaultCPUAllocator()->raw_deallocate(block);
 }
 
 }  // namespace
@@ -124,7 +130,7 @@ void install_host_cache(size_t limit) {
 }
 
 bool use_host_cache(bool use) { return std::exchange(this_thread_uses_it, use); }
-void empty_host_cache() { cache->empty(); }
+void empty_host_cache() { cache->shrink(0); }
 
 void host_cache_after_fork() {
   // A worker of the parent may have been in the middle of changing it.
