@@ -17,6 +17,7 @@ from .timing import looped
 
 EAGER_TARGETS: dict[tuple[int, ...], float] = {(1,): 1.37, (1024, 1024): 1.03}
 JIT_TARGETS: dict[tuple[int, ...], float] = {(1,): 0.7}
+COMPILED_LIMIT = 0.05e-6
 
 
 def chain(x: Tensor, y: Tensor, length: int) -> Any:
@@ -29,6 +30,8 @@ def cases(options: Options) -> Iterator[Case]:
     for shape in ((1,), (1024,), (1024, 1024)):
         length = 20 if options.quick else 2000 if len(shape) == 1 else 200
         yield from one_device(options, shape, length)
+    if not options.quick:
+        yield compiled(options, 2000)
     yield portable(options, 20 if options.quick else 2000)
     yield two_devices(options, 20 if options.quick else 2000)
 
@@ -49,6 +52,20 @@ def one_device(options: Options, shape: tuple[int, ...], length: int) -> Iterato
             {"PyTorch eager": rival},
             {"PyTorch eager": targets[shape]} if shape in targets else {},
         )
+
+
+def compiled(options: Options, length: int) -> Case:
+    """The chain through Inductor, which fuses it; JAX's jit does the same."""
+    x, y = torch.zeros(1), torch.ones(1)
+    dx, dy = dtorch.zeros(1), dtorch.ones(1)
+    jitted = dtorch.jit(lambda x, y: chain(x, y, length), compile=True)
+    torch.testing.assert_close(jitted(dx, dy).to_torch(), chain(x, y, length))
+    return Case(
+        "add (1,), jit(compile=True)",
+        options.timed(looped(lambda: jitted(dx, dy).to_torch(), length)),
+        {"PyTorch eager": options.timed(looped(lambda: chain(x, y, length), length))},
+        limit=COMPILED_LIMIT,
+    )
 
 
 def portable(options: Options, length: int) -> Case:

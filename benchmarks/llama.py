@@ -7,6 +7,7 @@ that of 512 x 8 a batch of 2 x 128.
 """
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -47,11 +48,15 @@ class Setting:
         self.ids = token_ids(SIZES[size])
         self.saved = save(SIZES[size], folder / size)
 
-    def functions(self, num_devices: int) -> Call:
+    def functions(self, num_devices: int, *, compile: bool = False) -> Call:
         """Returns a call of the example's forward."""
         mesh, config = tensor_parallel(num_devices), self.saved.config
         params, ids = self.saved.params(mesh), placed(self.ids, mesh)
-        jitted = dtorch.jit(lambda params, ids: LLAMA.forward(config, params, ids))
+
+        def forward(params: Any, ids: Tensor) -> Tensor:
+            return LLAMA.forward(config, params, ids)
+
+        jitted = dtorch.jit(forward, compile=compile)
         return self._checked(lambda: jitted(params, ids))
 
     def transformers(self, num_devices: int) -> Call:
@@ -95,7 +100,14 @@ class Setting:
 
 def tiny(setting: Setting) -> Iterator[Case]:
     """Bound by overhead. The targets are those of the functions of dtorch.nn."""
-    for way, build in (("nn", setting.functions), ("transformers", setting.transformers)):
+    ways = {
+        "nn": setting.functions,
+        "nn, compile=True": functools.partial(setting.functions, compile=True),
+        "transformers": setting.transformers,
+    }
+    if setting.options.quick:
+        del ways["nn, compile=True"]  # compiling takes a minute, where nothing is cached
+    for way, build in ways.items():
         one, two = build(1), build(2)
         title = f"Llama 64 x 5, {way}"
         found = [
@@ -124,7 +136,9 @@ def tiny(setting: Setting) -> Iterator[Case]:
                 {TORCH: 0.02},
             ),
         ]
-        yield from found if way == "nn" else (dataclasses.replace(c, targets={}) for c in found)
+        yield from (
+            found if way != "transformers" else (dataclasses.replace(c, targets={}) for c in found)
+        )
 
 
 def small(setting: Setting) -> Case:

@@ -136,24 +136,3 @@ def torch_spec(tensor: torch.Tensor, mesh: DeviceMesh) -> Spec:
     """Returns the spec of a plain torch tensor that is replicated on a mesh."""
     replicated = (Replicate(),) * mesh.ndim
     return Spec.of(tensor.shape, tensor.dtype, mesh, replicated, dense_stride(tensor))
-
-
-def modes() -> Hashable:
-    """Returns the settings that a trace depends on, for the key."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        _autocast(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-    )
-
-
-def _autocast() -> Hashable:
-    if not torch._C._is_any_autocast_enabled():
-        return None
-    kinds = ("cpu", "cuda")
-    return tuple(torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) for k in kinds)

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from . import autograd, memo
-from .arguments import Arguments, mesh_of, modes
+from .arguments import Arguments, mesh_of
 from .cache import Cache, CacheInfo, lookup
 from .compiled import Compiled
 from .errors import DataDependentError, MutationError
+from .infer import settings
 from .mesh import DeviceMesh
 from .placement import Placements, Replicate, complete
 from .recording import compile_call
@@ -231,7 +232,7 @@ def _run_eagerly(
     _refuse_reach_beyond(func, leaves)
     dynamic = (float, int) if isinstance(func, _BUILTIN) else (float,)
     arguments = Arguments(leaves, dynamic, mesh)
-    key = (func, treespec, arguments.key, modes())
+    key = (func, treespec, arguments.key, settings())
     entry, static = lookup(
         _eager_cache,
         key,

@@ -122,7 +122,7 @@ def argument_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
 
 
 def settings() -> Hashable:
-    """Returns the settings of torch that meta kernels read."""
+    """Returns the settings of torch that a trace and meta kernels depend on."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

@@ -21,12 +21,13 @@ import numpy
 import torch
 
 from . import memo, trace
-from .arguments import Arguments, exact, modes
+from .arguments import Arguments, exact
 from .cache import Cache, CacheInfo, lookup
 from .compilation import compile_stretches
 from .compiled import Compiled, submit_program
 from .dispatch import as_distributed
 from .errors import TraceError
+from .infer import settings
 from .lowering import lower
 from .memo import MISSED
 from .placement import complete
@@ -212,7 +213,7 @@ class JitFunction(Generic[_P, _R]):
 
     def _entry(self, kind: str, arguments: Arguments, treespec: Any) -> tuple[Any, tuple[int, ...]]:
         wants = _wants_grad(arguments) if kind == "grad" else ()
-        key = (kind, wants, treespec, arguments.key, modes(), self._traced.flags())
+        key = (kind, wants, treespec, arguments.key, settings(), self._traced.flags())
 
         def build(static: set[int]) -> tuple[Any, set[int]]:
             with _ModulesSeen(self._traced.modules):

@@ -212,10 +212,11 @@ def _start() -> None:
 def stop() -> None:
     """Ends the workers; what was still queued becomes a `ShutdownError` for whoever waits."""
     NATIVE.stop(stopped_failure())
-    NATIVE.complete(None)
     waker = _once.waker
     if waker is not None and waker is not threading.current_thread():
+        NATIVE.complete(None)
         waker.join()  # it must not be in C++ code when the interpreter ends
+        _once.waker = None
 
 
 def _describe(
@@ -242,15 +243,16 @@ def _after_fork_in_child() -> None:
     global _once
     used = NATIVE.after_fork_in_child(Failure(message, ShutdownError(message)))
     _once = _Once()
-    _start_waker()
     if used:
         _once.forked = True
         torch.set_num_threads(1)
 
 
 def _start_waker() -> None:
-    _once.waker = threading.Thread(target=_wake_loop, name="dtorch-waker", daemon=True)
-    _once.waker.start()
+    with _once.lock:
+        if _once.waker is None:
+            _once.waker = threading.Thread(target=_wake_loop, name="dtorch-waker", daemon=True)
+            _once.waker.start()
 
 
 NATIVE.give(
@@ -263,12 +265,12 @@ NATIVE.give(
         "describe": _describe,
         "is_library": is_library,
         "written_to": written_to,
+        "start_waker": _start_waker,
     }
 )
 NATIVE.set_thread_setters(
     [ctypes.cast(setter, ctypes.c_void_p).value for setter in thread_setters()]
 )
 NATIVE.install_host_cache(int(os.environ.get("DTORCH_HOST_CACHE_MB", "1024")) << 20)
-_start_waker()
 atexit.register(stop)
 os.register_at_fork(after_in_child=_after_fork_in_child)

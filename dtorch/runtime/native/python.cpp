@@ -18,7 +18,7 @@ namespace {
 struct Given {
   PyObject *ref, *scalar_ref, *per_device;  // classes of the arguments of a local program
   PyObject *failure, *borrowed;             // classes of parts
-  PyObject *describe, *is_library, *written_to;
+  PyObject *describe, *is_library, *written_to, *start_waker;
 };
 Given given;
 
@@ -116,6 +116,7 @@ struct Completions {
 Completions* completions = new Completions();
 
 py::cpp_function when_ready(ShardsPtr shards, const py::handle& indices, const py::object& wake) {
+  py::reinterpret_borrow<py::object>(given.start_waker)();
   PyObject* callback = wake.inc_ref().ptr();
   auto token = shards->when_ready(to_indices(indices), [=] { completions->push(callback); });
   return py::cpp_function([=]() mutable {
@@ -337,7 +338,8 @@ std::vector<ShardsPtr> submit_program(const Made& program, const py::sequence& i
 void give(const py::dict& names) {
   auto take = [&](const char* name) { return py::object(names[name]).release().ptr(); };
   given = {take("Ref"),     take("ScalarRef"), take("PerDevice"),  take("Failure"),
-           take("Borrowed"), take("describe"),  take("is_library"), take("written_to")};
+           take("Borrowed"), take("describe"),  take("is_library"), take("written_to"),
+           take("start_waker")};
 }
 
 }  // namespace
