@@ -59,8 +59,8 @@ class HostCache final : public c10::Allocator {
 
   void* take(size_t size) {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto found = free_.find(size);
-    if (found == free_.end()) return nullptr;
+    auto found = free_.upper_bound(size);  // the last of that size, whose lines may still be cached
+    if (found == free_.begin() || (--found)->first != size) return nullptr;
     void* block = found->second->second;
     oldest_.erase(found->second);
     free_.erase(found);
