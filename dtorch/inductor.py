@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from .program import Ref, ScalarRef
+from .runtime import NATIVE
 from .runtime.stretches import Layout
 
 
@@ -74,7 +75,9 @@ class Stretch:
 _VERSION = 1  # of what this module makes of a stretch
 _OPTIONS: dict[str, Any] = {
     "cpp.min_chunk_size": 32768,  # of a loop for each thread: the grain of torch's own kernels
-    "aot_inductor.allow_stack_allocation": True,  # of small values within a stretch
+    # Of small values within a stretch. Results that live there are kept for the next call by each
+    # thread: the native kernel copies them, and a Python one could not end its thread with them.
+    "aot_inductor.allow_stack_allocation": NATIVE is not None,
     "compile_threads": 1,  # no pool of compilers, which would outlive the call
 }
 

@@ -108,6 +108,15 @@ def wave(x: torch.Tensor) -> torch.Tensor:
     return (x.sin() * 2).exp() - x
 
 
+def test_results_stay_as_they_are_when_it_runs_again() -> None:
+    function = dtorch.jit(lambda x: ((x * 2 + 1).relu() * x, x.exp() + x), compile=True)
+    inputs = [torch.randn(5, 5) for _ in range(5)]
+    results = [function(dtorch.Tensor(x, device_mesh=MESH)) for x in inputs]
+    for x, (first, second) in zip(inputs, results, strict=True):
+        torch.testing.assert_close(first.to_torch(), (x * 2 + 1).relu() * x)
+        torch.testing.assert_close(second.to_torch(), x.exp() + x)
+
+
 def test_uneven_shards() -> None:
     check(wave, sharded(torch.randn(5, 5)))
 

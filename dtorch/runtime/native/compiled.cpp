@@ -78,7 +78,10 @@ std::vector<at::Tensor> run_compiled(int64_t number, at::TensorList inputs,
     at::Tensor& result = results[i];
     const Layout& layout = code.outputs[i];
     auto shares = [&](const at::Tensor& t) { return t.is_alias_of(result); };
-    if (layout.fresh && std::any_of(given.begin(), given.end(), shares)) result = result.clone();
+    bool of_input = std::any_of(given.begin(), given.end(), shares);
+    // What generated code keeps, its next call on this thread writes to.
+    bool kept = result.use_count() > 1 || result.storage().use_count() > 1;
+    if (of_input ? layout.fresh : kept) result = result.clone();
     result = layout.of(result);
   }
   return results;
