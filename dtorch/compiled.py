@@ -307,11 +307,10 @@ def _rebind(target: Tensor, value: Tensor) -> None:
     same = [target]
     if target._aliases is not None:
         same += [t for t, is_whole in target._aliases.others(target) if is_whole]
-    spec = target._spec
-    fits = spec.placements == value._spec.placements
-    moved = value if fits else _in_layout(value, spec)
     for tensor in same:
-        tensor._shards = moved._shards
+        spec = tensor._spec  # that of an alias may differ: it was made of the reduced value
+        fits = spec.placements == value._spec.placements
+        tensor._shards = (value if fits else _in_layout(value, spec))._shards
         tensor._reduced = None if fits else value
 
 

@@ -587,3 +587,16 @@ def test_unbound_methods_that_want_memory_are_the_tensors_own() -> None:
         torch.Tensor.data_ptr(x)
     assert torch.Tensor.tolist(x) == [1.0, 1.0]
     assert torch.Tensor.numpy(x).tolist() == [1.0, 1.0]
+
+
+def test_a_write_reaches_an_alias_in_another_layout() -> None:
+    for _ in range(3):
+        x = dtorch.ones(4, 4, device_mesh=TWO, placements=[Partial()])
+        x.redistribute(placements=[Shard(1)])
+        _ = (x * x).sum()  # reduces it, and what aliases it from here on is replicated
+        same = x.detach()
+        with torch.no_grad():
+            x.add_(1)
+        assert x.tolist() == same.tolist() == [[2.0] * 4] * 4
+        same.mul_(2)
+        assert x.tolist() == same.tolist() == [[4.0] * 4] * 4
