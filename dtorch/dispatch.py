@@ -112,11 +112,13 @@ def call_function(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return _directly(func, args, kwargs)
     if func in _OWN:
         return getattr(args[0], func.__name__)(*args[1:], **kwargs)
+    if NATIVE is None and (known := _calls.call(func, args, kwargs)) is not memo.MISSED:
+        return known
     leaves, treespec = flatten((args, kwargs))
     if torch.is_grad_enabled() and _any_requires_grad(leaves):
         return _with_autograd(func, args, kwargs)
-    known = isinstance(func, _BUILTIN)  # the ints of other functions are static
-    call = memo.NamedCall(func, args, kwargs) if known else None
+    is_builtin = isinstance(func, _BUILTIN)  # the ints of other functions are static
+    call = memo.NamedCall(func, args, kwargs) if is_builtin else None
     return _run_eagerly(func, leaves, treespec, call=call)
 
 
@@ -128,6 +130,8 @@ def _any_requires_grad(leaves: list[Any]) -> bool:
 
 def call_operation(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an ATen operation below autograd: the entry point of ``__torch_dispatch__``."""
+    if NATIVE is None and (known := _operations.call(op, args, kwargs)) is not memo.MISSED:
+        return known
     leaves, treespec = flatten((args, kwargs))
     if any(isinstance(leaf, SymbolicTensor) for leaf in leaves):
         return SymbolicTensor.__torch_dispatch__(op, (), args, kwargs)
@@ -354,7 +358,7 @@ EntryPoints.operation = call_operation
 EntryPoints.redistribute = redistribute
 
 
-# -- the way in through C++ ----------------------------------------------------------------
+# -- the way in through the caches ---------------------------------------------------------
 
 
 class _Probe(torch.Tensor):
@@ -392,8 +396,35 @@ def _in_order(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     return reflected
 
 
+def _cached_method(original: Callable[..., Any], func: Any) -> Callable[..., Any]:
+    """Returns a method of a tensor: the cache first, then torch's own, as ``NATIVE.method``."""
+    is_enabled, call = torch._C._is_torch_function_enabled, _calls.call
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        result = call(func, args, kwargs) if is_enabled() else memo.MISSED
+        return original(*args, **kwargs) if result is memo.MISSED else result
+
+    return method
+
+
+def _install_methods(cached: Callable[..., Any]) -> None:
+    """Puts the cache before torch's operators and methods on a `Tensor`."""
+    probe = torch.empty(1).as_subclass(_Probe)
+    for name in _OPERATORS:
+        original = getattr(torch.Tensor, f"__{name}__")
+        operands = () if name in ("neg", "abs", "invert") else (1,)
+        func = original(probe, *operands)
+        setattr(Tensor, f"__{name}__", cached(_in_order(name, original), func))
+    for name, original in vars(torch._C.TensorBase).items():
+        is_method = type(original) is types.MethodDescriptorType and not name.startswith("_")
+        is_torchs = getattr(torch.Tensor, name) is original and name not in vars(Tensor)
+        if is_method and is_torchs and original not in _DIRECT:
+            setattr(Tensor, name, cached(original, original))
+
+
 def _install_native() -> None:
-    """Puts the C++ caches before torch's operators, methods and functions on a `Tensor`."""
+    """Puts the C++ caches before torch's functions on a `Tensor`."""
     substitutes = dict(autograd.EAGER_SUBSTITUTES)
     special = {*_OWN, _DATA_SETTER}
     NATIVE.install_entrances(
@@ -401,18 +432,8 @@ def _install_native() -> None:
     )
     Tensor.__torch_function__ = NATIVE.torch_function
     Tensor.__torch_dispatch__ = NATIVE.torch_dispatch
-    probe = torch.empty(1).as_subclass(_Probe)
-    for name in _OPERATORS:
-        original = getattr(torch.Tensor, f"__{name}__")
-        operands = () if name in ("neg", "abs", "invert") else (1,)
-        func = original(probe, *operands)
-        setattr(Tensor, f"__{name}__", NATIVE.method(_in_order(name, original), func))
-    for name, original in vars(torch._C.TensorBase).items():
-        is_method = type(original) is types.MethodDescriptorType and not name.startswith("_")
-        is_torchs = getattr(torch.Tensor, name) is original and name not in vars(Tensor)
-        if is_method and is_torchs and original not in _DIRECT:
-            setattr(Tensor, name, NATIVE.method(original, original))
 
 
 if NATIVE is not None:
     _install_native()
+_install_methods(_cached_method if NATIVE is None else NATIVE.method)

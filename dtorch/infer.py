@@ -121,17 +121,20 @@ def argument_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
     return tuple(a.name for a in op._schema.arguments)
 
 
+_C: Any = torch._C  # looked up once: every call asks for the settings
+
+
 def settings() -> Hashable:
     """Returns the settings of torch that a trace and meta kernels depend on."""
     return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch._C._is_any_autocast_enabled() and _autocast(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
+        _C.is_grad_enabled(),
+        _C.is_inference_mode_enabled(),
+        _C.get_default_dtype(),
+        _C._get_deterministic_algorithms(),
+        _C._is_any_autocast_enabled() and _autocast(),
+        _C._get_flash_sdp_enabled(),
+        _C._get_mem_efficient_sdp_enabled(),
+        _C._get_math_sdp_enabled(),
     )
 
 

@@ -128,9 +128,8 @@ class JitFunction(Generic[_P, _R]):
         self._donated = _checked_numbers(function, "donate_argnums", donate_argnums)
         options = (self._static_argnums, self._static_argnames, self._donated, maxsize)
         self._traced = _traced_of(function, options, maxsize, compile)
-        # Of a static argument, the C++ cache would take a float to be a run-time value.
-        is_static = self._static_argnums or self._static_argnames
-        self._calls = memo.NoCache() if is_static else self._traced.calls
+        # Of a static argument, a `CallCache` would take a float to be a run-time value.
+        self._is_remembered = not (self._static_argnums or self._static_argnames)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Runs the function on the arguments, traced once for each kind of them.
@@ -139,7 +138,9 @@ class JitFunction(Generic[_P, _R]):
         """
         if trace.current() is not None:
             return self._function(*args, **kwargs)
-        result = self._calls.call(self._traced.flags(), args, kwargs)
+        result = MISSED
+        if self._is_remembered:
+            result = self._traced.calls.call(self._traced.flags(), args, kwargs)
         if result is MISSED:
             result = self._call_new(args, kwargs)
         if self._donated:
@@ -157,10 +158,11 @@ class JitFunction(Generic[_P, _R]):
             results = entry.run(arguments)
         else:
             entry, static = self._entry("plain", arguments, treespec)
-            call = memo.NamedCall(self._traced.flags(), args, kwargs)
-            memo.remember(
-                self._calls, call, treespec, arguments, static, entry, _run, check_aliases=True
-            )
+            if self._is_remembered:
+                cache, call = self._traced.calls, memo.NamedCall(self._traced.flags(), args, kwargs)
+                memo.remember(
+                    cache, call, treespec, arguments, static, entry, _run, check_aliases=True
+                )
             results = _run(entry, arguments)
         return unflatten(entry.treespec, results)
 

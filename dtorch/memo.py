@@ -1,7 +1,7 @@
-"""What is remembered of calls, so that the next one like them is a look-up in C++.
+"""What is remembered of calls, so that the next one like them is a look-up.
 
-Takes a call that the Python path has run and its `Compiled` form; tells the native `CallCache` how
-to run it again. The portable executor remembers nothing: every call takes the Python path.
+Takes a call that the Python path has run and its `Compiled` form; tells the `CallCache` of the
+executor, in C++ or in `calls`, how to run it again.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from . import calls
 from .arguments import Arguments
 from .compiled import Compiled, Output, link
 from .runtime import NATIVE
 from .trace import Source
 from .tree import unflatten
 
-MISSED: Any = object() if NATIVE is None else NATIVE.MISSED
+MISSED: Any = calls.MISSED if NATIVE is None else NATIVE.MISSED
 """What a cache returns for a call that it does not know."""
 
 
@@ -33,23 +34,6 @@ class NamedCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class NoCache:
-    """A cache that knows no call."""
-
-    hits = 0
-
-    def call(self, token: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns `MISSED`."""
-        return MISSED
-
-    def wants(self, token: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns False: no call is remembered."""
-        return False
-
-    def clear(self) -> None:
-        """Does nothing."""
-
-
 def call_cache(ints_are_dynamic: bool, capacity: int, below_autograd: bool = False) -> Any:
     """Returns a cache of calls.
 
@@ -58,9 +42,8 @@ def call_cache(ints_are_dynamic: bool, capacity: int, below_autograd: bool = Fal
         capacity: How many calls it holds; then it starts anew.
         below_autograd: The calls come from autograd, which has recorded them.
     """
-    if NATIVE is None:
-        return NoCache()
-    return NATIVE.CallCache(ints_are_dynamic, below_autograd, capacity)
+    kind = calls.CallCache if NATIVE is None else NATIVE.CallCache
+    return kind(ints_are_dynamic, below_autograd, capacity)
 
 
 def remember(
@@ -82,7 +65,7 @@ def remember(
         arguments: Their leaves.
         static: The numbers of the scalars whose values belong to the key.
         compiled: The traced call.
-        run: Runs it on the leaves, for a call that does more than C++ can.
+        run: Runs it on the leaves, for a call that does more than the cache can.
         check_aliases: A write to an argument is refused where it is also given otherwise.
     """
     if compiled.untried or not cache.wants(*call):
@@ -114,7 +97,7 @@ def _made(
     specs, outputs = compiled.program.specs, compiled.outputs
     is_leaf = compiled.treespec.is_leaf()
     return made | {
-        "program": compiled.executable.native,  # pyright: ignore[reportAttributeAccessIssue]
+        "program": getattr(compiled.executable, "native", compiled.executable),
         "inputs": [source.item for source in compiled.sources],
         "scalars": [expression[1] for expression in compiled.expressions],
         "specs": [specs[value] for value in compiled.program.outputs],

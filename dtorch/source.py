@@ -18,15 +18,29 @@ _LIBRARIES = tuple(
 _is_library: dict[str, bool] = {}
 
 
+Site = tuple[CodeType, int]
+"""A line of a piece of code, which becomes text only where it is shown."""
+
+
 def user_line() -> SourceLine | None:
     """Returns the innermost line that is not in dtorch, torch, optree or the standard library."""
-    frame = sys._getframe(1)
+    return line_at(user_site())
+
+
+def user_site() -> Site | None:
+    """Returns where `user_line` is."""
+    frame = sys._getframe(2)  # the caller is of this package
     while frame is not None:
         code = frame.f_code
-        if not is_library(code):
-            return SourceLine(code.co_filename, frame.f_lineno, code.co_name)
+        if not _is_library.get(code.co_filename) and not is_library(code):
+            return code, frame.f_lineno
         frame = frame.f_back
     return None
+
+
+def line_at(site: Site | None) -> SourceLine | None:
+    """Returns the line of a site."""
+    return site and SourceLine(site[0].co_filename, site[1], site[0].co_name)
 
 
 def is_library(code: CodeType) -> bool:

@@ -103,6 +103,11 @@ class Spec:
         return self.numel * self.dtype.itemsize
 
     @functools.cached_property
+    def torch_device(self) -> torch.device:
+        """The torch device that PyTorch takes the tensor to be on."""
+        return self.mesh.torch_device()
+
+    @functools.cached_property
     def boxes(self) -> tuple[Box, ...]:
         """The part that each device holds, in the order of ``mesh.devices``."""
         return tuple(self._box(c) for c in self.mesh.coordinates())

@@ -415,6 +415,7 @@ if NATIVE is not None:  # _spec, _shards and _reduced become fields of the C++ o
     NATIVE.install_fields(Tensor)
 
 _Wrapper = TypeVar("_Wrapper", bound=Tensor)
+_make_wrapper: Any = torch.Tensor._make_wrapper_subclass  # quickest with positional arguments
 
 
 def wrapper(kind: type[_Wrapper], spec: Spec, offset: int = 0) -> _Wrapper:
@@ -427,13 +428,9 @@ def wrapper(kind: type[_Wrapper], spec: Spec, offset: int = 0) -> _Wrapper:
     """
     if NATIVE is not None:
         return NATIVE.wrap(spec, None, kind, offset)
-    result = torch.Tensor._make_wrapper_subclass(
-        kind,
-        spec.shape,
-        strides=spec.stride,
-        storage_offset=offset,
-        dtype=spec.dtype,
-        device=spec.mesh.torch_device(),
+    strided = torch.strided
+    result = _make_wrapper(
+        kind, spec.shape, spec.stride, offset, None, spec.dtype, strided, spec.torch_device
     )
     if spec.conj:
         torch._C._set_conj(result, True)

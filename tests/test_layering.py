@@ -37,7 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("autograd", "functional", "symbolic", "special", "tracing_modes", "trace"),
     ("generator",),
     ("arguments", "cache", "compiled"),
-    ("recording", "memo"),
+    ("recording", "calls", "memo"),
     ("dispatch",),
     ("factories",),
     ("jit", "transforms"),

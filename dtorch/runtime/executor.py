@@ -25,18 +25,28 @@ from ..lowering import (
 )
 from ..mesh import Device, DeviceMesh
 from ..program import Ref, ScalarRef, SourceLine
+from ..source import Site, line_at
 from . import collectives
 from .collectives import Meeting, Round
 from .shards import Borrowed, Failure, Shards, written_to
 
 
 class Executable:
-    """A local program, and how each device runs it (bound at its first run there)."""
+    """A local program, and how each device runs it (bound at its first run there).
 
-    __slots__ = ("_bound", "program")
+    Attributes:
+        program: The program.
+        sizes: The number of parts of each output.
+        exchanges: What devices show each other in calls that are running, and who is done with it.
+    """
+
+    __slots__ = ("_bound", "exchanges", "program", "sizes")
 
     def __init__(self, program: LocalProgram) -> None:
         self.program = program
+        self.sizes = [len(mesh.devices) for _, mesh in program.outputs]
+        # Each operation on it is atomic, so the workers need no lock.
+        self.exchanges: dict[Any, tuple[Shards, list[None]]] = {}
         self._bound: dict[Device, _Bound] = {}
 
     def bound(self, device: Device) -> _Bound:
@@ -56,12 +66,10 @@ class Call:
         outputs: For each output, the shards to fill.
         scalars: The run-time scalars.
         num_threads: Intra-operation threads for each worker.
-        site: The user's line that made the call.
+        site: Where the user made the call.
     """
 
     __slots__ = (
-        "_exchanges",
-        "_lock",
         "executable",
         "inputs",
         "num_threads",
@@ -77,7 +85,7 @@ class Call:
         outputs: Sequence[Shards],
         scalars: Sequence[Any],
         num_threads: int,
-        site: SourceLine | None,
+        site: Site | None,
     ) -> None:
         self.executable = executable
         self.inputs = inputs
@@ -85,24 +93,19 @@ class Call:
         self.scalars = scalars
         self.num_threads = num_threads
         self.site = site
-        self._exchanges: dict[Any, list[Any]] = {}
-        self._lock = threading.Lock()
 
     def exchange(self, key: Any, size: int) -> Shards:
         """Returns what a group shows each other in a round."""
-        with self._lock:
-            entry = self._exchanges.get(key)
-            if entry is None:
-                entry = self._exchanges[key] = [Shards.pending(size), 0]
-            return entry[0]
+        entry = (Shards.pending(size), [])
+        return self.executable.exchanges.setdefault((self, key), entry)[0]
 
     def leave(self, key: Any, visitors: int) -> None:
         """Says that one of the visitors of an exchange needs it no longer; the last frees it."""
-        with self._lock:
-            entry = self._exchanges[key]
-            entry[1] += 1
-            if entry[1] == visitors:
-                del self._exchanges[key]
+        exchanges = self.executable.exchanges
+        _, done = exchanges[self, key]
+        done.append(None)
+        if len(done) == visitors:
+            exchanges.pop((self, key), None)
 
 
 class DeviceState:
@@ -168,13 +171,17 @@ def run(call: Call, state: DeviceState) -> None:
     """Runs a call on one device and fills its output shards there. Never raises."""
     bound = call.executable.bound(state.device)
     frame = _Frame(call, [None] * call.executable.program.num_slots, state)
+    slots, inputs, outputs = frame.slots, call.inputs, call.outputs
     for slot, number, index in bound.inputs:
-        frame.loans += call.inputs[number].loans((index,))
-        frame.store(slot, call.inputs[number].get(index))
+        slots[slot] = part = inputs[number]._parts[index]
+        if type(part) is not torch.Tensor:
+            frame.loans += inputs[number].loans((index,))
+            frame.store(slot, inputs[number].get(index))
     for action in bound.actions:
         action(frame)
     for slot, number, index in bound.outputs:
-        call.outputs[number].set(index, frame.settled(frame.slots[slot]))
+        part = slots[slot]
+        outputs[number].set(index, frame.settled(part) if frame.loans else part)
 
 
 def _bind(program: LocalProgram, device: Device) -> _Bound:
@@ -215,11 +222,13 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
     """Binds an operation to a device: what is left to run time is filling in slots."""
     args = [_resolve(a, index) for a in call.args]
     kwargs = {k: _resolve(v, index) for k, v in call.kwargs}
-    holes = [(args, i, fill) for i, a in enumerate(args) if (fill := _filler(a)) is not None]
+    operands = [(i, a.id) for i, a in enumerate(args) if type(a) is Ref]
+    fillers = [(i, _filler(a)) for i, a in enumerate(args) if type(a) is not Ref]
+    positions = [(i, fill) for i, fill in fillers if fill is not None]
     named = [(k, fill) for k, v in kwargs.items() if (fill := _filler(v)) is not None]
-    positions = [(i, fill) for _, i, fill in holes]
     op, outputs, frees, draws = call.op._op, call.outputs, call.frees, call.draws
     single = len(outputs) == 1 and not _returns_list(call.op)
+    only = outputs[0] if single else None
     nested = len(call.op._schema.returns) > 1 and _returns_lists(call.op)
     device = call.mesh.torch_device(index)
     reads = tuple(s for s in collect_slots((args, list(kwargs.values()))))
@@ -238,10 +247,12 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
                 return
         try:
             values = args.copy()
+            for i, slot in operands:
+                values[i] = slots[slot]
             for i, fill in positions:
                 values[i] = fill(frame)
             named_values = kwargs
-            if named or draws is not None:
+            if named:
                 named_values = kwargs | {k: fill(frame) for k, fill in named}
             if draws is not None:
                 generator = frame.state.generator(device)
@@ -252,10 +263,9 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
                 out = op(*values, **named_values)
             if nested:
                 out = [tensor for item in out for tensor in item]
-            if single:
-                if outputs[0] is not None:
-                    slots[outputs[0]] = out
-            else:
+            if only is not None:
+                slots[only] = out
+            elif not single:
                 for s, value in zip(outputs, out, strict=True):
                     if s is not None:
                         slots[s] = value
@@ -263,7 +273,8 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
             failure = _failure(program, call.origin, frame, error)
             for s in results:
                 frame.store(s, failure)
-        _free(slots, frees)
+        for s in frees:
+            slots[s] = None
 
     return action
 
@@ -316,7 +327,8 @@ def collect_slots(tree: Any) -> list[int]:
 
 
 def _failure(program: LocalProgram, origin: int, frame: _Frame, error: BaseException) -> Failure:
-    return failure_of(program, origin, str(frame.state.device), frame.call.site, error)
+    device, line = str(frame.state.device), line_at(frame.call.site)
+    return failure_of(program, origin, device, line, error)
 
 
 def failure_of(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -90,9 +90,14 @@ class Shards:
 
     Args:
         parts: Local tensors, `Failure`s, or `Borrowed` memory.
+
+    Attributes:
+        demand: Set while somebody may wait for a part: workers then do not let calls gather.
     """
 
     __slots__ = ("__weakref__", "_parts", "_waiters")
+
+    demand: ClassVar = threading.Event()
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = list(parts)
@@ -147,6 +152,7 @@ class Shards:
             A function that takes the request back.
         """
         waiter = _Waiter(set(indices), wake)
+        Shards.demand.set()
         with _waiting:
             self._waiters = [*(self._waiters or ()), waiter]
         for index in indices:

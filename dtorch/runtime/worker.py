@@ -22,10 +22,12 @@ import torch
 
 from ..errors import DTorchError, ShutdownError
 from ..mesh import Device
-from ..source import user_line
+from ..source import user_site
 from . import executor
 from .executor import Call, DeviceState, Executable
 from .shards import Failure, Shards
+
+_GATHERING_SECONDS = 1e-4
 
 
 class Worker:
@@ -48,24 +50,41 @@ class Worker:
 
     def _run(self) -> None:
         _on_worker.active = True
+        is_stopping, take = self._state.stopping.is_set, self._queue.get_nowait
         with torch.inference_mode():
-            while (item := self._queue.get()) is not None:
+            while True:
+                try:
+                    item = take()
+                except queue.Empty:
+                    item = self._take_after_sleep()
+                if item is None:
+                    break
                 if isinstance(item, tuple):
                     mark, index = item
                     mark.set(index, None)
-                elif self._state.stopping.is_set():
+                elif is_stopping():
                     _abandon(item)
                 else:
-                    self._set_num_threads(item.num_threads)
+                    if item.num_threads != self._num_threads:
+                        self._set_num_threads(item.num_threads)
                     executor.run(item, self._state)
                 del item
 
+    def _take_after_sleep(self) -> Call | tuple[Shards, int] | None:
+        """Takes an item once there is one, and after it more have come or somebody waits.
+
+        A worker that ran each call as it came would take the interpreter lock from the client
+        each time, which costs more than the call.
+        """
+        item = self._queue.get()
+        Shards.demand.wait(_GATHERING_SECONDS)
+        return item
+
     def _set_num_threads(self, count: int) -> None:
         """Sets the intra-operation threads of this thread alone (`torch`'s call is global)."""
-        if count != self._num_threads:
-            torch.get_num_threads()  # makes ATen initialise this thread first
-            _set_thread_local_threads(count)
-            self._num_threads = count
+        torch.get_num_threads()  # makes ATen initialise this thread first
+        _set_thread_local_threads(count)
+        self._num_threads = count
 
 
 def thread_setters() -> list[Any]:
@@ -161,15 +180,17 @@ def submit(
         The shards of each output, which are pending.
     """
     check_not_on_worker("submitting work")
-    program = executable.program
-    outputs = [Shards.pending(len(mesh.devices)) for _, mesh in program.outputs]
-    num_threads = max(1, torch.get_num_threads() // max(1, len(program.devices)))
-    call = Call(executable, inputs, outputs, scalars, num_threads, user_line())
+    devices = executable.program.devices
+    outputs = list(map(Shards.pending, executable.sizes))
+    num_threads = torch.get_num_threads() // (len(devices) or 1) or 1
+    call = Call(executable, inputs, outputs, scalars, num_threads, user_site())
+    if Shards.demand.is_set():  # by who waited for earlier calls
+        Shards.demand.clear()
     with _pool.lock:
         if _pool.stopping.is_set():
             _abandon(call)
         else:
-            for device in program.devices:
+            for device in devices:
                 _pool.worker(device).submit(call)
     return outputs
 
@@ -209,6 +230,7 @@ def _after_fork_in_child() -> None:
     """
     global _pool, _forked
     used, _pool = bool(_pool.workers), _Pool()
+    Shards.demand = threading.Event()  # a worker may have held its lock
     if not used:
         return
     _forked = True

@@ -1,5 +1,6 @@
 """Workers: failures that stay where they belong, an exit that never hangs, many client threads."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import torch
 import dtorch
 from dtorch import Partial, Replicate, Shard
 from dtorch.errors import DTorchError, WorkerError
+from dtorch.runtime import EXECUTOR, Executable
 
 pytestmark = pytest.mark.timeout(60)
 TWO = dtorch.DeviceMesh("cpu", [0, 1])
@@ -31,6 +33,16 @@ def line_of(function: Callable[..., Any], text: str) -> int:
     first = function.__code__.co_firstlineno
     lines = Path(__file__).read_text().splitlines()
     return next(n for n, line in enumerate(lines, 1) if n >= first and text in line)
+
+
+def test_what_nobody_waits_for_is_computed() -> None:
+    x = dtorch.ones(4, device_mesh=TWO)
+    for _ in range(3):
+        future = (x + 1).to_torch_async()
+        end = time.monotonic() + SECONDS
+        while not future.is_ready():
+            assert time.monotonic() < end
+            time.sleep(0.001)
 
 
 # -- failures ------------------------------------------------------------------------------
@@ -525,6 +537,18 @@ def test_submitting_after_the_end_fails_at_the_fetch() -> None:
     late()
     """
     assert run(code) == "late: the dtorch workers were stopped b\n"
+
+
+@pytest.mark.skipif(EXECUTOR != "python", reason="the C++ executor runs")
+def test_nothing_is_kept_of_what_devices_have_shown_each_other() -> None:
+    for mesh in (TWO, FOUR, GRID):
+        for x in (failing_on_one(mesh), dtorch.ones(8, 8, device_mesh=mesh, placements=None)):
+            for placements in ([Shard(1)] * mesh.ndim, [Shard(0)] * mesh.ndim):
+                moved = x.redistribute(placements=placements).sum(0)
+                _ = moved.redistribute(placements=[Replicate()] * mesh.ndim)
+    dtorch.synchronize()
+    executables = [e for e in gc.get_objects() if type(e) is Executable]
+    assert executables and not any(e.exchanges for e in executables)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
