@@ -22,6 +22,11 @@ class AliasGroup:
         self._members.append((weakref.ref(tensor), is_whole))
         tensor._aliases = self
 
+    def remove(self, tensor: Tensor) -> None:
+        """Takes out a tensor that now has another storage."""
+        self._members = [m for m in self._members if m[0]() is not tensor]
+        tensor._aliases = None
+
     def others(self, tensor: Tensor) -> list[tuple[Tensor, bool]]:
         """Returns the other living members, and whether each is whole."""
         living = [(r(), r, whole) for r, whole in self._members]

@@ -155,6 +155,19 @@ class Builder:
         outputs = self._append(op, args, kwargs, decision, state)
         return _rebuild(decision.results, iter(outputs)), state[1]
 
+    def moves_shards(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> bool:
+        """Returns whether an operation would have to move the shards of an argument first."""
+        kwargs = _ordered(op, kwargs)
+        operands = [r.id for r in refs((tuple(args), tuple(kwargs.values())))]
+        if not operands or self._home(op, operands) is not None:
+            return False
+        asked = question(op, args, kwargs, self.specs, self.scalar_values)
+        decision = decide(asked)
+        moved = zip(operands, decision.inputs, strict=True)
+        return any(_leaves_a_shard(self.specs[v], after) for v, after in moved)
+
     def _results(
         self,
         asked: Question,
@@ -273,6 +286,13 @@ class Builder:
             num_scalars=len(self.scalar_values),
             name=name,
         )
+
+
+def _leaves_a_shard(now: Spec, after: Spec) -> bool:
+    if not now.num_bytes:
+        return False
+    axes = zip(now.mesh.shape, now.placements, after.placements, strict=True)
+    return any(n > 1 and before.is_shard() and before != to for n, before, to in axes)
 
 
 def _later(op: torch._ops.OpOverload, a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:

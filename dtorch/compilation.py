@@ -104,6 +104,7 @@ def _fits(instruction: LocalInstruction, specs: LocalSpecs) -> TypeGuard[LocalCa
         and (_UNFIT.isdisjoint(op.tags) or op is _ATTENTION)
         and all(slot in specs and _is_plain(specs[slot]) for slot in touched)
         and not _reads_indices(instruction, specs)
+        and not _is_power_of_bools(instruction, specs)
         and (not _scalars(instruction) or _takes_scalar(instruction, specs))
     )
 
@@ -122,6 +123,12 @@ def _reads_indices(call: LocalCall, specs: LocalSpecs) -> bool:
         return False
     dtypes = [s.dtype for slot in operands for s in specs[slot]]
     return any(not d.is_floating_point and d != torch.bool for d in dtypes)
+
+
+def _is_power_of_bools(call: LocalCall, specs: LocalSpecs) -> bool:
+    """Whether Inductor would compute floats where the kernel computes integers."""
+    dtypes = {s.dtype for slot in slots_read(call) for s in specs[slot]}
+    return call.op.overloadpacket is _aten.pow and torch.bool in dtypes
 
 
 def _takes_scalar(call: LocalCall, specs: LocalSpecs) -> bool:

@@ -98,14 +98,14 @@ class Compiled:
         if self.untried:
             _raise_if_refused(values)
             self.untried.clear()
-        for output, source in self.mutated:
+        for output, leaf in self.reduced:
+            leaves[leaf]._reduced = values[output]
+        for output, source in self.mutated:  # after it: a target may be among the reduced
             target = leaves[source.item] if source.kind == "leaf" else source.item
             _rebind(target, values[output])
             # Below autograd, PyTorch has counted the change itself, if it counts it at all.
             if not below_autograd:
                 torch.autograd.graph.increment_version(target)
-        for output, leaf in self.reduced:
-            leaves[leaf]._reduced = values[output]
         results: list[Any] = []
         for output in self.outputs:
             results.append(self._result(output, leaves, values, results))

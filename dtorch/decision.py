@@ -169,14 +169,8 @@ class _Sizes:
     sizes: tuple[tuple[str, int], ...]
 
     def __call__(self, context: LocalContext) -> None:
-        names = [a.name for a in context.op._schema.arguments]
-        args, kwargs = list(context.args), dict(context.kwargs)
+        changes = {}
         for name, output in self.sizes:
             shapes = context.output_spec(output).local_shapes
-            local = context.per_device(lambda i, shapes=shapes: shapes[i])
-            place = names.index(name)
-            if place < len(args):
-                args[place] = local
-            else:
-                kwargs[name] = local
-        context.emit(context.op, *args, outputs=context.outputs, **kwargs)
+            changes[name] = context.per_device(lambda i, shapes=shapes: shapes[i])
+        context.emit_with(**changes)

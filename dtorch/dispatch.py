@@ -18,7 +18,7 @@ import torch
 from . import autograd, memo
 from .arguments import Arguments, mesh_of
 from .cache import Cache, CacheInfo, lookup
-from .compiled import Compiled
+from .compiled import Compiled, link
 from .errors import DataDependentError, MutationError
 from .infer import settings
 from .mesh import DeviceMesh
@@ -208,7 +208,10 @@ def _set_data(target: Tensor, value: Any) -> None:
             f"shape and dtype, not {type(value).__name__} {list(getattr(value, 'shape', ()))}."
         )
     moved = value.detach().redistribute(target.device_mesh, target.placements)
+    if target._aliases is not None:
+        target._aliases.remove(target)
     target._shards, target._reduced = moved._shards, None
+    link(value, target, True)
 
 
 def run_traced(function: Callable[..., Any], args: tuple[Any, ...], mesh: DeviceMesh) -> Any:

@@ -398,6 +398,20 @@ def with_generator(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
     raise MutationError(f"{op} draws from a generator that dtorch cannot pass to it.")
 
 
+FILLS = {
+    aten.uniform,
+    aten.normal,
+    aten.normal_functional,
+    aten.exponential,
+    aten.cauchy,
+    aten.log_normal,
+    aten.geometric,
+    aten.random,
+    aten.bernoulli,
+}
+"""What draws into a tensor whatever its values are."""
+
+
 def _like(fill: Callable[[torch.Tensor], Any]) -> Callable[..., torch.Tensor]:
     def made(self: torch.Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> torch.Tensor:
         kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}

@@ -156,6 +156,26 @@ class LocalContext:
         self.emitted.append(call)
         return Ref(next((s for s in slots if s is not None), -1))
 
+    def argument(self, name: str) -> Any:
+        """Returns an argument by its name in the schema; None where the call leaves it out."""
+        place = self._names.index(name)
+        return self.args[place] if place < len(self.args) else self.kwargs.get(name)
+
+    def emit_with(self, **changes: Any) -> None:
+        """Adds the operation on the shards with other values for some arguments."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for name, value in changes.items():
+            place = self._names.index(name)
+            if place < len(args):
+                args[place] = value
+            else:
+                kwargs[name] = value
+        self.emit(self.op, *args, outputs=self.outputs, **kwargs)
+
+    @property
+    def _names(self) -> list[str]:
+        return [a.name for a in self.op._schema.arguments]
+
     def emit_default(self) -> None:
         """Adds the operation itself, on the shards."""
         i = self._instruction

@@ -526,10 +526,21 @@ def place(
         placements: Normalised placements.
         copy: Copy the parts now; otherwise they alias `source`, guarded by its version.
     """
+    _check_dense(source)
     source = source.detach().resolve_conj().resolve_neg()
     stride = dense_stride(source)
     spec = Spec.of(source.shape, source.dtype, mesh, placements, stride)
     return Tensor._of(spec, place_parts(source, spec, copy))
+
+
+def _check_dense(source: torch.Tensor) -> None:
+    if source.layout != torch.strided or source.is_nested:
+        kind = "nested" if source.is_nested else str(source.layout).removeprefix("torch.")
+        dense = "torch.nested.to_padded_tensor(x, 0)" if source.is_nested else "x.to_dense()"
+        raise TypeError(
+            f"a {kind} tensor cannot be distributed: dtorch holds dense tensors only.\n"
+            f"  Fix: {dense}."
+        )
 
 
 def from_boxes(spec: Spec, read: Callable[[Box], torch.Tensor]) -> Tensor:

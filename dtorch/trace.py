@@ -35,6 +35,7 @@ from .parts import dense_stride
 from .placement import Placements, Replicate, Shard
 from .program import Ref, ScalarRef, refs
 from .scalars import Expression, concrete, node_of
+from .sharded_forms import sharded_form
 from .source import user_line
 from .spec import Spec
 from .special import SPECIAL
@@ -107,6 +108,7 @@ class Tracer:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Makes this the trace that records operations on this thread."""
+        before = torch.default_generator.get_state()
         with contextlib.ExitStack() as stack:
             stack.enter_context(_lock)
             stack.enter_context(compiling())
@@ -119,9 +121,10 @@ class Tracer:
                 yield
             finally:
                 _current.tracer = outer
+        _refuse_seeding(before)
 
     @contextlib.contextmanager
-    def factories(self, mesh: DeviceMesh, placements: Placements) -> Iterator[None]:
+    def factories(self, mesh: DeviceMesh, placements: Placements | None) -> Iterator[None]:
         """Makes factories create tensors on a mesh, with these placements where they can."""
         before = self.mesh, self._wanted
         self.mesh, self._wanted = mesh, placements
@@ -308,6 +311,7 @@ class Tracer:
     def _decompose(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        _refuse_data_dependent(op, args)
         # The dispatcher's own kernel, not a Python decomposition that may be registered over it.
         with self._mode:
             return op._op_dk(_COMPOSITE, *args, **kwargs)
@@ -330,6 +334,13 @@ class Tracer:
         """As `record`, but returns the numbers of the results."""
         _refuse_data_dependent(op, args)
         lowered, named = self._lowered(op, args, kwargs)
+        form = sharded_form(op)
+        if form is not None and self.builder.moves_shards(op, lowered, named):
+            operand = refs((lowered, tuple(named.values())))[0]
+            with self._mode, self.factories(self.builder.specs[operand.id].mesh, None):
+                results = form(*args, **kwargs)
+            if results is not NotImplemented:
+                return [self._number(r) for r in flattened(_as_list(results))]
         if not functional.takes_device(op):
             return self.builder.apply(op, lowered, named, self.mesh)
         has_operands = bool(refs((lowered, tuple(named.values()))))
@@ -338,6 +349,9 @@ class Tracer:
             return self.builder.apply(op, lowered, named)
         named = functional.with_dtype(op, self.builder.with_scalars(lowered), named)
         return self.builder.apply(op, lowered, named, self.mesh, self._fitting(op, lowered, named))
+
+    def _number(self, result: torch.Tensor | None) -> int | None:
+        return None if result is None else self.read(self.lift(result))
 
     def _fitting(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -438,6 +452,7 @@ class Tracer:
         written = [self.lift(t) for t in targets]
         self._check_writable(op, args, kwargs)
         if form.draws:
+            args = self._filled_anew(form, written, args)
             results = self._draw(form.op, *form.arguments(args, kwargs))
         else:
             results = form.record(self, args, kwargs)
@@ -448,6 +463,15 @@ class Tracer:
         if count:
             return self._wrapped(op, results[:count])
         return form.returns(args, kwargs)
+
+    def _filled_anew(
+        self, form: functional.Form, written: Sequence[SymbolicTensor], args: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Spares the shards of a tensor whose values a draw replaces from being gathered."""
+        if form.op.overloadpacket not in functional.FILLS or not _is_split(written[0]._spec):
+            return args
+        with self._mode, self.factories(written[0].device_mesh, None):
+            return (torch.empty(written[0].shape, dtype=written[0].dtype), *args[1:])
 
     def _refuse_tracked_capture(
         self, targets: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -519,6 +543,14 @@ class Tracer:
         return ScalarRef(self._scalars[key])
 
 
+def _is_split(spec: Spec) -> bool:
+    return any(p.is_shard() for p in spec.placements)
+
+
+def _as_list(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, tuple) else [results]
+
+
 @functools.lru_cache(maxsize=4096)
 def _handler(op: torch._ops.OpOverload, draws: bool) -> Callable[..., Any]:
     """The method that records an operation which is not special."""
@@ -546,6 +578,19 @@ def _returns_list(op: torch._ops.OpOverload) -> bool:
     return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
+def _refuse_seeding(before: torch.Tensor) -> None:
+    """Raises if the traced function has seeded PyTorch's generator, which only a run can do."""
+    generator = torch.default_generator
+    seeded = torch.Generator().manual_seed(generator.initial_seed()).get_state()
+    now = generator.get_state()
+    if not torch.equal(before, now) and torch.equal(now, seeded):
+        raise TraceError(
+            f"a traced function calls torch.manual_seed({generator.initial_seed()}), which would "
+            "seed the generator once, when it is traced, and not in each call.\n"
+            "  Fix: seed before the call, or draw with dtorch.random and an explicit key."
+        )
+
+
 def _refuse_data_dependent(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
     dynamic = _may_depend_on_data(op)
     if op is _ONE_HOT:
@@ -562,11 +607,15 @@ def _refuse_data_dependent(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> 
 
 
 _ONE_HOT, _INDEX = aten.one_hot.default, aten.index.Tensor
+_DEPENDENT = (
+    aten.where.default,
+    aten._linalg_check_errors.default,
+    aten.tensor_split.tensor_indices_or_sections,
+)
 
 
 @functools.lru_cache(maxsize=4096)
 def _may_depend_on_data(op: torch._ops.OpOverload) -> bool:
     """Whether the shapes of an operation's results depend on the values of its arguments."""
     tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
-    listed = (aten.where.default, aten._linalg_check_errors.default)
-    return op in listed or any(tag in op.tags for tag in tags)
+    return op in _DEPENDENT or any(tag in op.tags for tag in tags)

@@ -267,6 +267,16 @@ def test_scalars_whose_dtype_would_count_stay_apart(built: list[Any]) -> None:
     assert names == ["run_compiled", "mul"]
 
 
+def test_powers_of_bools_are_left_to_the_kernel(built: list[Any]) -> None:
+    """Inductor computes floats there, and writes them where integers belong."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (2**x + 1) * 3
+
+    names = instructions(planned(f, dtorch.ones(3, dtype=torch.bool)))
+    assert names == ["pow", "run_compiled"]
+
+
 def test_a_long_stretch_is_cut_where_it_repeats_itself(
     built: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

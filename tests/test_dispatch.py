@@ -589,6 +589,30 @@ def test_unbound_methods_that_want_memory_are_the_tensors_own() -> None:
     assert torch.Tensor.numpy(x).tolist() == [1.0, 1.0]
 
 
+def test_data_assignment_leaves_the_old_storage() -> None:
+    for make in (torch, dtorch):
+        x = make.ones(2)
+        d = x.detach()
+        value = make.zeros(2)
+        d.data = value
+        x.fill_(3)
+        assert d.tolist() == [0, 0]
+        value.fill_(5)  # whose storage it has now
+        assert (d.tolist(), x.tolist()) == ([5, 5], [3, 3])
+
+
+@pytest.mark.parametrize("call", [torch.sub, torch.mul, lambda a, b, out: torch.exp(a, out=out)])
+def test_a_write_over_a_partial_operand_is_read_afterwards(call: Any) -> None:
+    whole = torch.full((2,), 5.0)
+    for _ in range(3):
+        a = dtorch.Tensor(whole, device_mesh=TWO, placements=[dtorch.Partial()])
+        b = dtorch.Tensor(torch.ones(2), device_mesh=TWO, placements=[dtorch.Shard(0)])
+        call(a, b, out=a)
+        expected = call(whole, torch.ones(2), out=torch.empty(2))
+        for found in (a, a + 0, a.detach()):
+            assert torch.equal(found.to_torch(), expected)
+
+
 def test_a_write_reaches_an_alias_in_another_layout() -> None:
     for _ in range(3):
         x = dtorch.ones(4, 4, device_mesh=TWO, placements=[Partial()])

@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("parts",),
     ("printing", "aliases", "tensor"),
     ("tree",),
+    ("sharded_forms",),
     ("autograd", "functional", "symbolic", "special", "tracing_modes", "trace"),
     ("generator",),
     ("arguments", "cache", "compiled"),

@@ -72,14 +72,14 @@ def test_scalars_keywords_dtypes_and_fallbacks_print():
     builder.scalar_values.append(2.5)
     (y,) = builder.apply(aten.mul.Scalar, (Ref(x), ScalarRef(0)), {})
     (y,) = builder.apply(aten.sum.dim_IntList, (Ref(y), [1]), {"dtype": torch.float64})
-    (y, _) = builder.apply(aten.topk.default, (Ref(y), 2), {})
+    (y,) = builder.apply(aten.block_diag.default, ([Ref(y)],), {})
     assert str(builder.finish([y], "f")) == (
         """\
 f(%0: float32[4, 2] [S(0)], $0):
   %1 = aten.mul.Scalar(%0, $0)                                    # float32[4, 2] [S(0)]
   %2 = aten.sum.dim_IntList(%1, [1], dtype=float64)               # float64[4] [S(0)]
   %3 = all_gather[0](%2)                                          # float64[4] [R]
-  %4, %5 = replicated aten.topk.default(%3, 2)                    # float64[2] [R], int64[2] [R]
+  %4 = replicated aten.block_diag.default([%3])                   # float64[1, 4] [R]
   return %4"""
     )
 

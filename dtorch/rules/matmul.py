@@ -15,7 +15,7 @@ import torch
 
 from ..lowering import LocalContext
 from ..ops import fold_mm
-from .sharding import Dims, OpCall, Sharding, notation, parse, rule
+from .sharding import Dims, OpCall, Sharding, assign, dim_names, notation, parse, rule
 
 aten = torch.ops.aten
 
@@ -69,6 +69,45 @@ def baddbmm(call: OpCall) -> Sharding:
     return _with_addend(call, ("b", "m", "k"), ("b", "k", "n"), ("b", "m", "n"))
 
 
+@rule(aten.addbmm)
+def addbmm(call: OpCall) -> Sharding:
+    """``+(m n), b m k, b k n -> m n``: summed over the batch too."""
+    return _with_addend(call, ("b", "m", "k"), ("b", "k", "n"), ("m", "n"))
+
+
+@rule(aten.addr)
+def addr(call: OpCall) -> Sharding:
+    """``m n, m, n -> m n`` with the addend broadcast to the result."""
+    return _with_addend(call, ("m",), ("n",), ("m", "n"))
+
+
+@rule(aten._trilinear)
+def trilinear(call: OpCall) -> Sharding:
+    """The product of three tensors, each with new dims inserted, summed over some dims."""
+    result = dim_names(range(call["i1"].ndim + len(call["expand1"])))
+    inputs = {}
+    for i in "123":
+        shape, inserted = call[f"i{i}"].shape, call[f"expand{i}"]
+        kept = [n for d, n in enumerate(result) if d not in inserted]
+        inputs[f"i{i}"] = tuple(None if s == 1 else n for s, n in zip(shape, kept, strict=True))
+    summed = [n for d, n in enumerate(result) if d in call["sumdim"] and n]
+    outputs = (tuple(n for n in result if n not in summed),)
+    return assign(call, inputs, outputs, reduce=dict.fromkeys(summed, "sum"))
+
+
+@rule(aten._cdist_forward)
+def cdist(call: OpCall) -> Sharding:
+    """``... m k!, ... n k! -> ... m n``."""
+    return parse("... m k!, ... n k! -> ... m n", call, filled=frozenset({"m", "n"}))
+
+
+@rule(aten._cdist_backward)
+def cdist_backward(call: OpCall) -> Sharding:
+    """``... m n, ... m k!, ... n k!, ... m n -> ... m k!``: over n a partial sum."""
+    filled = frozenset({"m", "n"})
+    return parse("... m n, ... m k!, ... n k!, ... m n -> ... m k!", call, filled=filled)
+
+
 @rule(aten.addmv)
 def addmv(call: OpCall) -> Sharding:
     """``+m, m k, k -> m``."""
@@ -85,7 +124,7 @@ def _with_addend(call: OpCall, left: Dims, right: Dims, result: Dims) -> Shardin
     return Sharding(
         (addend, left, right),
         (result,),
-        reduce={"k": "sum"},
+        reduce={n: "sum" for n in (*left, *right) if n and n not in result},
         additive=frozenset({0}),
     )
 

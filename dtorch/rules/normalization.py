@@ -1,10 +1,18 @@
-"""Layer and RMS normalisation: the normalised dims must be whole."""
+"""Layer, RMS, batch and group normalisation: what is normalised together must be whole.
+
+That is the normalised dims of layer and RMS normalisation, in training the batch and the spatial
+dims of batch normalisation, and each group of channels of group normalisation.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
-from .sharding import Dims, OpCall, Sharding, dim_names, rule
+from ..lowering import LocalContext
+from .sharding import Dims, OpCall, Sharding, assign, dim_names, rule
 
 aten = torch.ops.aten
 
@@ -50,4 +58,90 @@ def layer_norm_backward(call: OpCall) -> Sharding:
         outputs,
         reduce={n: "sum" for n in outer if n},
         whole=frozenset(n for n in inner if n),
+    )
+
+
+@rule(
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_functional,
+    aten._batch_norm_with_update_functional,
+)
+def batch_norm(call: OpCall) -> Sharding:
+    """``n c s, c, c, c, c -> n c s, c, c``: in training, n and s must be whole."""
+    names = dim_names(call["input"].shape)
+    channels = names[1:2]
+    training = call.arguments.get("training", True)
+    whole = frozenset(n for d, n in enumerate(names) if n and d != 1 and training)
+    statistics = ("weight", "bias", "running_mean", "running_var")
+    return assign(
+        call,
+        {"input": names, **dict.fromkeys(statistics, channels)},
+        (names, *(channels for _ in call.results[1:])),
+        whole=whole,
+        filled=frozenset(n for n in names if n),
+    )
+
+
+@rule(aten.native_batch_norm_backward)
+def batch_norm_backward(call: OpCall) -> Sharding:
+    """The gradients of batch normalisation, its channels apart; in evaluation also n and s."""
+    names = dim_names(call["input"].shape)
+    channels = names[1:2]
+    others = frozenset(n for d, n in enumerate(names) if n and d != 1)
+    vectors = ("weight", "running_mean", "running_var", "save_mean", "save_invstd")
+    mask = call["output_mask"]
+    kept = [d for d, w in zip((names, channels, channels), mask, strict=True) if w]
+    return assign(
+        call,
+        {"grad_out": names, "input": names, **dict.fromkeys(vectors, channels)},
+        kept,
+        reduce={} if call["train"] else dict.fromkeys(others, "sum"),
+        whole=others if call["train"] else frozenset(),
+        filled=frozenset(n for n in names if n),
+    )
+
+
+@rule(aten.native_group_norm)
+def group_norm(call: OpCall) -> Sharding:
+    """``n c s!, c, c -> n c s!, n c, n c``: channels split by whole groups."""
+    source = ("n", "c", *(None,) * (call["input"].ndim - 2))
+    inputs = {"input": source, "weight": ("c",), "bias": ("c",)}
+    return _by_groups(call, inputs, (source, ("n", "c"), ("n", "c")))
+
+
+@rule(aten.native_group_norm_backward)
+def group_norm_backward(call: OpCall) -> Sharding:
+    """The gradients of the input and, partial sums over n, of weight and bias."""
+    source = ("n", "c", *(None,) * (call["input"].ndim - 2))
+    inputs = {"grad_out": source, "input": source, "weight": ("c",)}
+    inputs |= {"mean": ("n", "c"), "rstd": ("n", "c")}
+    mask = call["output_mask"]
+    kept = [d for d, w in zip((source, ("c",), ("c",)), mask, strict=True) if w]
+    return _by_groups(call, inputs, kept, reduce={"n": "sum"})
+
+
+def _by_groups(
+    call: OpCall, inputs: dict[str, Dims], outputs: Sequence[Dims], **options: Any
+) -> Sharding:
+    return assign(
+        call,
+        inputs,
+        outputs,
+        blocks={"c": call["group"]},
+        filled=frozenset({"n", "c"}),
+        localize=_group_locally,
+        **options,
+    )
+
+
+def _group_locally(context: LocalContext) -> None:
+    """Gives each device its own numbers of samples, channels and groups."""
+    source = context.spec(context.args[0])
+    group, num_channels = context.argument("group"), max(source.shape[1], 1)
+    shapes = source.local_shapes
+    context.emit_with(
+        N=context.per_device(lambda i: shapes[i][0]),
+        C=context.per_device(lambda i: shapes[i][1]),
+        group=context.per_device(lambda i: group * shapes[i][1] // num_channels),
     )

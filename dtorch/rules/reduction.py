@@ -29,10 +29,10 @@ _WHOLE = (
     aten.argmin,
     aten.max,
     aten.min,
-    aten.var,
-    aten.std,
-    aten.var_mean,
-    aten.std_mean,
+    aten.var.correction,
+    aten.std.correction,
+    aten.var_mean.correction,
+    aten.std_mean.correction,
     aten.logsumexp,
     aten.linalg_vector_norm,
     aten.norm,
@@ -42,6 +42,7 @@ _WHOLE = (
     aten.kthvalue,
     aten.nansum,
     aten.count_nonzero,
+    aten.aminmax,
 )
 _ALONG = (
     aten.softmax,
@@ -57,6 +58,10 @@ _ALONG = (
     aten.argsort,
     aten.flip,
     aten.roll,
+    aten.rot90,
+    aten.topk,
+    aten._safe_softmax,
+    aten.glu,
 )
 
 
@@ -74,7 +79,8 @@ def reduction(call: OpCall) -> Sharding:
         (names,),
         (_kept(call, names, reduced),),
         reduce=dict.fromkeys(reduced, op),
-        even=frozenset(reduced) if op in ("avg", "max", "min") else frozenset(),
+        even=frozenset(reduced) if op == "avg" else frozenset(),
+        filled=frozenset(reduced) if op in ("max", "min") else frozenset(),
         whole=frozenset(reduced) if empty_reduction else frozenset(),
         linear=(frozenset({0}),) if linear or monotone else (),
         partial_ops=ops,
@@ -96,6 +102,23 @@ def along_dim(call: OpCall) -> Sharding:
     """Operations along dims that keep the shape: those dims must be whole."""
     names, along = _reduced(call)
     return Sharding((names,), (names,) * len(call.results), whole=frozenset(along))
+
+
+@rule(aten.glu_backward)
+def glu_backward(call: OpCall) -> Sharding:
+    """The gradient has half the input's size along the dim, which must be whole."""
+    names = dim_names(call["self"].shape)
+    whole = frozenset({f"d{call['dim'] % len(names)}"})
+    return Sharding((names, names), (names,), whole=whole)
+
+
+@rule(aten.renorm)
+def renorm(call: OpCall) -> Sharding:
+    """Each index of one dim has a norm over all the others, which must be whole."""
+    names = dim_names(call.tensors[0].shape)
+    at = call["dim"] % len(names)
+    kept = tuple(n if d == at else None for d, n in enumerate(names))
+    return Sharding((kept,), (kept,))
 
 
 @rule(aten._softmax_backward_data, aten._log_softmax_backward_data)

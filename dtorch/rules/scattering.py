@@ -13,9 +13,9 @@ from .sharding import Dims, OpCall, Sharding, dim_names, replicated, rule
 aten = torch.ops.aten
 
 
-@rule(aten.index_copy, aten.index_add, aten.index_fill)
+@rule(aten.index_copy, aten.index_add, aten.index_fill, aten.index_reduce)
 def index_copy(call: OpCall) -> Sharding:
-    """``a d! b, i, a 1 b -> a d! b``: slices along one dim are replaced, added to or filled."""
+    """``a d! b, i, a 1 b -> a d! b``: slices along one dim are replaced, combined or filled."""
     ndim = call.tensors[0].ndim
     if ndim == 0 or call.tensors[1].ndim > 1:
         return replicated(call)
@@ -34,6 +34,16 @@ def select_scatter(call: OpCall) -> Sharding:
     at = call["dim"] % len(names)
     part = (*names[:at], *names[at + 1 :])
     return Sharding((names, part), (names,), whole=_only(names[at]), linear=_together(call))
+
+
+@rule(aten.diagonal_scatter)
+def diagonal_scatter(call: OpCall) -> Sharding:
+    """The diagonal of two dims, which must be whole, is replaced."""
+    names = dim_names(call.tensors[0].shape)
+    a, b = call["dim1"] % len(names), call["dim2"] % len(names)
+    part = (*(n for d, n in enumerate(names) if d not in (a, b)), None)
+    whole = frozenset(n for d, n in enumerate(names) if d in (a, b) and n)
+    return Sharding((names, part), (names,), whole=whole, linear=_together(call))
 
 
 @rule(aten.slice_scatter)

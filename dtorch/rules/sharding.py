@@ -89,6 +89,7 @@ class Sharding:
         whole: The names that must not be split.
         even: The names that may be split only into equal pieces.
         filled: The names that may be split only where no piece is empty.
+        blocks: Names that may be split only into pieces of whole blocks, and how many blocks.
         additive: The arguments (by index) that are added once.
         linear: The sets of arguments that may be partial together.
         partial_ops: The reductions that the linear sets commute with.
@@ -103,6 +104,7 @@ class Sharding:
     whole: frozenset[str] = frozenset()
     even: frozenset[str] = frozenset()
     filled: frozenset[str] = frozenset()
+    blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     partial_ops: tuple[str, ...] = LINEAR
@@ -121,6 +123,8 @@ class Sharding:
     def may_split(self, name: str, sizes: dict[str, list[int]], count: int) -> bool:
         """Returns whether splitting a name into `count` pieces is allowed."""
         if name in self.even and any(size % count for size in sizes[name]):
+            return False
+        if name in self.blocks and self.blocks[name] % count:
             return False
         return name not in self.filled or all(
             -(-size // count) * (count - 1) < size for size in sizes[name]
@@ -232,6 +236,8 @@ def _without_broadcast(inputs: Sequence[Dims], shapes: Sequence[Sequence[int]]) 
 
 def _expand(term: str, shape: Sequence[int], extra: tuple[int, ...]) -> Dims:
     words = term.replace("+", " ").split()
+    if len(words) - ("..." in words) > len(shape):  # a result that the call leaves empty
+        return (None,) * len(shape)
     names: list[str | None] = []
     for word in words:
         if word != "...":
@@ -256,6 +262,49 @@ def broadcast_names(shape: Sequence[int], result: Sequence[int]) -> Dims:
     return tuple(
         None if size == 1 and result[i + offset] != 1 else f"d{i + offset}"
         for i, size in enumerate(shape)
+    )
+
+
+def assign(
+    call: OpCall, inputs: Mapping[str, Dims], outputs: Sequence[Dims], **options: Any
+) -> Sharding:
+    """Returns a sharding from the names of the dims of some arguments, by argument.
+
+    Arguments and results without names, or with another number of dims (which a call leaves
+    empty), are whole.
+
+    Args:
+        call: The call.
+        inputs: The names of the dims of its tensor arguments.
+        outputs: Those of its results.
+        options: Further fields of `Sharding`.
+    """
+
+    def fitting(dims: Dims, shape: Sequence[int]) -> Dims:
+        return dims if len(dims) == len(shape) else (None,) * len(shape)
+
+    given = [
+        fitting(inputs.get(name, ()), spec.shape)
+        for name, value in call.arguments.items()
+        for spec in (value if isinstance(value, list) else [value])
+        if isinstance(spec, Spec)
+    ]
+    made = [fitting(d, m.shape) for d, m in zip(outputs, call.results, strict=False)]
+    made += [(None,) * len(m.shape) for m in call.results[len(made) :]]
+    return Sharding(tuple(given), tuple(made), **options)
+
+
+def outer(call: OpCall, count: int, **options: Any) -> Sharding:
+    """Returns the sharding that splits all but the last `count` dims of everything."""
+
+    def names(shape: Sequence[int]) -> Dims:
+        kept = max(len(shape) - count, 0)
+        return (*dim_names(shape[:kept]), *(None,) * (len(shape) - kept))
+
+    return Sharding(
+        tuple(names(t.shape) for t in call.tensors),
+        tuple(names(m.shape) for m in call.results),
+        **options,
     )
 
 

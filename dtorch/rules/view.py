@@ -182,6 +182,48 @@ def select(call: OpCall) -> Sharding:
     return Sharding((names,), (names[:at] + names[at + 1 :],), whole=_only(names[at]), **_PASS)
 
 
+@rule(aten.narrow_copy)
+def narrow_copy(call: OpCall) -> Sharding:
+    """A range of a dim, which must be whole."""
+    names = dim_names(call.tensors[0].shape)
+    return Sharding((names,), (names,), whole=_only(names[call["dim"]]), **_PASS)
+
+
+@rule(aten.unfold, aten.unfold_copy)
+def unfold(call: OpCall) -> Sharding:
+    """Windows of a dim, which must be whole, in a new last dim."""
+    names = dim_names(call.tensors[0].shape)
+    if not names:
+        return Sharding(((),), ((None,),), **_PASS)
+    whole = _only(names[call["dimension"]])
+    return Sharding((names,), ((*names, None),), whole=whole, **_PASS)
+
+
+@rule(aten.view_as_real, aten.view_as_real_copy)
+def view_as_real(call: OpCall) -> Sharding:
+    """The real and the imaginary part in a new last dim."""
+    names = dim_names(call.tensors[0].shape)
+    return Sharding((names,), ((*names, None),))
+
+
+@rule(aten.view_as_complex, aten.view_as_complex_copy)
+def view_as_complex(call: OpCall) -> Sharding:
+    """The last dim, of the real and the imaginary part, dropped."""
+    *names, last = dim_names(call.tensors[0].shape)
+    return Sharding(((*names, last),), (tuple(names),), whole=_only(last))
+
+
+@rule(aten.diag_embed)
+def diag_embed(call: OpCall) -> Sharding:
+    """The last dim, which must be whole, as the diagonal of two dims."""
+    *names, last = dim_names(call.tensors[0].shape)
+    ndim = len(names) + 2
+    places = {call["dim1"] % ndim, call["dim2"] % ndim}
+    kept = iter(names)
+    result = tuple(None if d in places else next(kept) for d in range(ndim))
+    return Sharding(((*names, last),), (result,), whole=_only(last), **_PASS)
+
+
 @rule(aten.slice, aten.slice_copy)
 def slice_(call: OpCall) -> Sharding:
     """A range of a dim, which must be whole unless the range is all of it."""
@@ -215,6 +257,8 @@ def unbind(call: OpCall) -> Sharding:
 @rule(
     aten.split.Tensor,
     aten.split_with_sizes,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes,
     aten.chunk,
     aten.split_copy,
     aten.split_with_sizes_copy,
@@ -273,6 +317,37 @@ def triangle(call: OpCall) -> Sharding:
     names = dim_names(call.tensors[0].shape)
     whole = frozenset(n for n in names[-2:] if n)
     return Sharding((names,), (names,), whole=whole, linear=(frozenset({0}),))
+
+
+@rule(aten.select_backward, aten.slice_backward)
+def range_backward(call: OpCall) -> Sharding:
+    """The gradient of a range of one dim, in zeros; the dim must be whole."""
+    names = dim_names(call.results[0].shape)
+    at = call["dim"] % len(names)
+    selects = call.op is aten.select_backward.default
+    given = names[:at] + names[at + 1 :] if selects else (*names[:at], None, *names[at + 1 :])
+    kept = (*names[:at], None, *names[at + 1 :])
+    return Sharding((given,), (kept,), sizes=(("input_sizes", 0),), **_PASS)
+
+
+@rule(aten.diagonal_backward)
+def diagonal_backward(call: OpCall) -> Sharding:
+    """The gradient of a diagonal, in zeros; its two dims must be whole."""
+    names = dim_names(call.results[0].shape)
+    a, b = call["dim1"] % len(names), call["dim2"] % len(names)
+    kept = tuple(None if d in (a, b) else n for d, n in enumerate(names))
+    given = (*(n for d, n in enumerate(names) if d not in (a, b)), None)
+    return Sharding((given,), (kept,), sizes=(("input_sizes", 0),), **_PASS)
+
+
+@rule(aten.unfold_backward)
+def unfold_backward(call: OpCall) -> Sharding:
+    """The gradient of windows, added up; the dim must be whole."""
+    names = dim_names(call.results[0].shape)
+    at = call["dim"] % len(names) if names else 0
+    kept = tuple(None if d == at else n for d, n in enumerate(names))
+    given = (*kept, None) if names else (None,)
+    return Sharding((given,), (kept,), sizes=(("input_sizes", 0),), **_PASS)
 
 
 def _only(name: str | None) -> frozenset[str]:

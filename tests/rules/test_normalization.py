@@ -47,9 +47,11 @@ CASES = [
     case("backward_of_weights", _backward(False, True, True), (2, 3, 4), X, MEAN, RSTD, (4,), (4,)),
     case("backward_of_input", _backward(True, False, False), (2, 3, 4), X, MEAN, RSTD, (4,), (4,)),
     case("backward_of_bias", _backward(True, False, True), (2, 3, 4), X, MEAN, RSTD, (4,), (4,)),
-    case("group_norm", lambda x: F.group_norm(x, 2), (2, 4, 3), fallback=True),
-    case("batch_norm", lambda x, m, v: F.batch_norm(x, m, v.abs() + 1), (4, 3), (3,), (3,),
-         fallback=True),
+    case("group_norm", lambda x, w: F.group_norm(x, 2, w), (2, 4, 3), (4,)),
+    case("group_norm_uneven", lambda x: F.group_norm(x, 3), (5, 6, 2, 2)),
+    case("batch_norm", lambda x, m, v: F.batch_norm(x, m, v.abs() + 1), (4, 3), (3,), (3,)),
+    case("batch_norm_training", lambda x, w: F.batch_norm(x, None, None, w, training=True),
+         (4, 3, 2), (3,)),
 ]  # fmt: skip
 
 

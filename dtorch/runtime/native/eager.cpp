@@ -550,6 +550,7 @@ class CallCache {
       next++;
     }
     for (auto& [output, leaf] : partial) {
+      if (wrapper_of(leaf.ptr()) == target) continue;  // what it was before the write
       py::object complete = wrap(*entry->forms[output], call->outputs[output], tensor_type);
       leaf.attr("_reduced") = complete;
     }

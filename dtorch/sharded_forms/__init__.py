@@ -1,0 +1,17 @@
+"""Sharded forms: an operation on pieces of a dim that its kernel needs whole.
+
+A kernel of softmax sees whole rows, so a rule lets no row be split. Where one is split, its
+device could be given all of it; but a maximum and a sum over the row are all that a device needs
+to know of the others. A form is such a program: the same value, in operations that each keep the
+layout of their large arguments and communicate only what is small. The tracer takes it where the
+operation itself would have to move the shards of an argument; where nothing is split, as on one
+device, the kernel runs.
+
+A form is ordinary torch code, called with the operation's arguments. It returns NotImplemented for
+what it cannot do. Half precision is computed in float32 and rounded once, as the kernels do.
+"""
+
+from . import losses, normalization, reduction, scan, softmax
+from .registry import sharded_form
+
+__all__ = ["losses", "normalization", "reduction", "scan", "sharded_form", "softmax"]

@@ -1,0 +1,200 @@
+"""Layer, RMS, batch and group normalisation: statistics from sums over the split dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .reduction import variance_and_mean
+from .registry import count_of, form, wide
+
+aten = torch.ops.aten
+
+
+def _normalized(
+    x: Tensor, dims: tuple[int, ...], eps: float, centered: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The normalised values, their mean and the reciprocal of their deviation, dims kept."""
+    if not centered:
+        mean = torch.zeros((), dtype=x.dtype, device=x.device)
+        scale = (x * x).sum(dims, keepdim=True).div(count_of(x, dims)).add(eps).rsqrt()
+        return x * scale, mean, scale
+    variance, mean = variance_and_mean(x, dims, 0)
+    scale = (variance + eps).rsqrt()
+    return (x - mean) * scale, mean, scale
+
+
+def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _last(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(range(x.ndim - len(shape), x.ndim))
+
+
+@form(aten.native_layer_norm.default)
+def _native_layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    result, mean, scale = _normalized(wide(x), _last(x, shape), eps)
+    return _scaled(result, weight, bias).to(x.dtype), mean, scale
+
+
+@form(aten.layer_norm.default)
+def _layer_norm(
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Tensor:
+    return _native_layer_norm(x, shape, weight, bias, eps)[0]
+
+
+@form(aten.rms_norm.default)
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return _scaled(_normalized(wide(x), _last(x, shape), eps, False)[0], weight, None).to(x.dtype)
+
+
+def _through_normalization(
+    grad: Tensor, normal: Tensor, scale: Tensor, dims: tuple[int, ...], centered: bool = True
+) -> Tensor:
+    """The gradient of what was normalised, from that of the normalised values."""
+    count = count_of(grad, dims)
+    along = normal * ((grad * normal).sum(dims, keepdim=True) / count)
+    mean = grad.sum(dims, keepdim=True) / count if centered else 0
+    return (grad - mean - along) * scale
+
+
+@form(aten.native_layer_norm_backward.default)
+def _layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Sequence[bool],
+) -> tuple[Any, ...]:
+    outer = tuple(range(x.ndim - len(shape)))
+    grad, normal = wide(grad), (wide(x) - mean) * scale
+    inner = grad if weight is None else grad * weight
+    grads = (
+        lambda: _through_normalization(inner, normal, scale, _last(x, shape)).to(x.dtype),
+        lambda: (grad * normal).sum(outer).to(x.dtype) if outer else (grad * normal).to(x.dtype),
+        lambda: grad.sum(outer).to(x.dtype) if outer else grad.to(x.dtype),
+    )
+    return tuple(make() if wanted else None for make, wanted in zip(grads, mask, strict=True))
+
+
+def _by_channel(x: Any, ndim: int) -> Any:
+    return None if x is None else x.view([-1 if d == 1 else 1 for d in range(ndim)])
+
+
+def _batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = tuple(d for d in range(x.ndim) if d != 1)
+    result, mean, scale = _normalized(wide(x), dims, eps)
+    result = _scaled(result, _by_channel(weight, x.ndim), _by_channel(bias, x.ndim))
+    return result.to(x.dtype), mean.flatten(), scale.flatten()
+
+
+@form(aten._native_batch_norm_legit.no_stats)
+def _batch_norm_without_statistics(
+    x: Tensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _batch_norm(x, weight, bias, eps)
+
+
+@form(aten._native_batch_norm_legit_functional.default)
+def _batch_norm_with_statistics(
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    if not training:
+        return NotImplemented
+    result, mean, scale = _batch_norm(x, weight, bias, eps)
+    count = x.numel() // x.shape[1]
+    variance = (scale**-2 - eps) * (count / max(count - 1, 1))
+    return (
+        result,
+        mean,
+        scale,
+        torch.lerp(running_mean, mean.to(running_mean.dtype), momentum),
+        torch.lerp(running_var, variance.to(running_var.dtype), momentum),
+    )
+
+
+@form(aten.native_batch_norm.default)
+def _native_batch_norm(
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,
+    momentum: Any,
+    eps: float,
+) -> Any:
+    return _batch_norm(x, weight, bias, eps) if training and mean is None else NotImplemented
+
+
+@form(aten.native_batch_norm_backward.default)
+def _batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Any,
+    running_mean: Any,
+    running_var: Any,
+    mean: Tensor,
+    scale: Tensor,
+    train: bool,
+    eps: float,
+    mask: Sequence[bool],
+) -> Any:
+    if not train:
+        return NotImplemented
+    dims = tuple(d for d in range(x.ndim) if d != 1)
+    grad, scale = wide(grad), _by_channel(scale, x.ndim)
+    normal = (wide(x) - _by_channel(mean, x.ndim)) * scale
+    inner = _scaled(grad, _by_channel(weight, x.ndim), None)
+    grads = (
+        lambda: _through_normalization(inner, normal, scale, dims).to(x.dtype),
+        lambda: (grad * normal).sum(dims),
+        lambda: grad.sum(dims),
+    )
+    return tuple(make() if wanted else None for make, wanted in zip(grads, mask, strict=True))
+
+
+@form(aten.native_group_norm.default)
+def _group_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    groups = wide(x).unflatten(1, (group, -1))
+    result, mean, scale = _normalized(groups, tuple(range(2, groups.ndim)), eps)
+    result = result.flatten(1, 2)
+    result = _scaled(result, _by_channel(weight, x.ndim), _by_channel(bias, x.ndim))
+    return result.to(x.dtype), mean.flatten(1).to(x.dtype), scale.flatten(1).to(x.dtype)
