@@ -161,8 +161,10 @@ class Builder:
         """Returns whether an operation would have to move the shards of an argument first."""
         kwargs = _ordered(op, kwargs)
         operands = [r.id for r in refs((tuple(args), tuple(kwargs.values())))]
-        if not operands or self._home(op, operands) is not None:
+        operands = [self._reduced.get(v, v) for v in operands]
+        if len({self.specs[v].mesh for v in operands}) != 1:  # they are brought to one mesh first
             return False
+        args, kwargs = _with_operands(tuple(args), kwargs, operands)
         asked = question(op, args, kwargs, self.specs, self.scalar_values)
         decision = decide(asked)
         moved = zip(operands, decision.inputs, strict=True)
