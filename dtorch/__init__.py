@@ -7,18 +7,46 @@ worker thread per device runs it asynchronously, with PyTorch's kernels.
 
 Every public function of torch is here under its own name. To read the source, follow the
 layers: `mesh`, `placement`, `spec`, `rules`, `redistribution`, `program`, `runtime`, `tensor`,
-`trace` and `dispatch`, `transforms`, then `nn` and `parallel`.
+`tracer` and `dispatch`, `transforms`, then `nn` and `parallel`.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch as _torch
 
+if TYPE_CHECKING:
+    from torch import *  # noqa: F403  # pyright: ignore[reportWildcardImportFromLibrary]
+    from torch import fft as fft
+    from torch import linalg as linalg
+    from torch import special as special
+
 from . import errors, nn, parallel, random
 from .dispatch import cache_clear, cache_info
-from .factories import NAMES as _FACTORIES
-from .factories import factory as _factory
-from .factories import tensor
+from .factories import (
+    arange,
+    bartlett_window,
+    blackman_window,
+    empty,
+    empty_strided,
+    eye,
+    full,
+    hamming_window,
+    hann_window,
+    kaiser_window,
+    linspace,
+    logspace,
+    normal,
+    ones,
+    rand,
+    randint,
+    randn,
+    randperm,
+    scalar_tensor,
+    tensor,
+    tril_indices,
+    triu_indices,
+    zeros,
+)
 from .generator import manual_seed
 from .jit import JitFunction, jit
 from .mesh import DeviceMesh, init_device_mesh
@@ -30,7 +58,7 @@ from .transforms import eval_shape, grad, value_and_grad
 
 __version__ = "0.1.0"
 
-__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [
     "DeviceMesh",
     "JitFunction",
     "P",
@@ -42,25 +70,44 @@ __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
     "Shard",
     "Tensor",
     "TensorFuture",
+    "arange",
+    "bartlett_window",
+    "blackman_window",
     "cache_clear",
     "cache_info",
+    "empty",
     "empty_cache",
+    "empty_strided",
     "errors",
     "eval_shape",
+    "eye",
+    "full",
     "grad",
+    "hamming_window",
+    "hann_window",
     "init_device_mesh",
     "jit",
+    "kaiser_window",
+    "linspace",
+    "logspace",
     "manual_seed",
     "nn",
+    "normal",
+    "ones",
     "parallel",
+    "rand",
+    "randint",
+    "randn",
     "random",
+    "randperm",
+    "scalar_tensor",
     "synchronize",
     "tensor",
+    "tril_indices",
+    "triu_indices",
     "value_and_grad",
-    *_FACTORIES,
+    "zeros",
 ]
-
-globals().update({name: _factory(name) for name in _FACTORIES if hasattr(_torch, name)})
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,7 @@ import numpy
 import torch
 
 from . import inductor
+from .custom_ops import fold_mm
 from .inductor import Operation, Stretch
 from .local_specs import LocalSpecs, for_device
 from .lowering import (
@@ -33,7 +34,6 @@ from .lowering import (
     slots_written,
     with_instructions,
 )
-from .ops import fold_mm
 from .program import Program, Ref, ScalarRef
 from .runtime.stretches import Layout, add_compiled, run_compiled
 from .spec import contiguous_stride

@@ -26,7 +26,7 @@ from .tensor import (
     EntryPoints,
     Tensor,
 )
-from .trace import Source
+from .tracer import Source
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import autograd, memo
+from . import gradients, memo
 from .arguments import Arguments, mesh_of
 from .cache import Cache, CacheInfo, lookup
 from .compiled import Compiled, link
@@ -32,7 +32,7 @@ from .tensor import (
     Tensor,
     place,
 )
-from .trace import current
+from .tracer import current
 from .tree import flatten, unflatten
 
 _eager_cache = Cache()
@@ -171,7 +171,7 @@ def _with_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     mesh = mesh_of(leaves)
     leaves = [as_distributed(leaf, mesh) for leaf in leaves]
     args, kwargs = unflatten(treespec, leaves)
-    substitute = autograd.EAGER_SUBSTITUTES.get(func)
+    substitute = gradients.EAGER_SUBSTITUTES.get(func)
     with torch._C.DisableTorchFunctionSubclass():
         if substitute is not None:
             return substitute(*args, **kwargs)
@@ -428,7 +428,7 @@ def _install_methods(cached: Callable[..., Any]) -> None:
 
 def _install_native() -> None:
     """Puts the C++ caches before torch's functions on a `Tensor`."""
-    substitutes = dict(autograd.EAGER_SUBSTITUTES)
+    substitutes = dict(gradients.EAGER_SUBSTITUTES)
     special = {*_OWN, _DATA_SETTER}
     NATIVE.install_entrances(
         _calls, call_function, _operations, call_operation, substitutes, special

@@ -7,41 +7,16 @@ a part, so their values do not depend on the layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
-from . import trace
+from . import tracer
 from .dispatch import run_traced
 from .mesh import DeviceMesh
 from .placement import Placement, Placements, Replicate, counted, normalized
 from .tensor import Tensor, default_mesh, resolve_mesh
-
-NAMES = (
-    "arange",
-    "bartlett_window",
-    "blackman_window",
-    "empty",
-    "empty_strided",
-    "eye",
-    "full",
-    "hamming_window",
-    "hann_window",
-    "kaiser_window",
-    "linspace",
-    "logspace",
-    "normal",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "scalar_tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-)
 
 
 def tensor(data: Any, **kwargs: Any) -> Tensor:
@@ -52,7 +27,21 @@ def tensor(data: Any, **kwargs: Any) -> Tensor:
     return Tensor(data, **kwargs)
 
 
-def factory(name: str) -> Callable[..., Tensor]:
+class Factory(Protocol):
+    """One of torch's factories, which also takes where its result lives."""
+
+    def __call__(
+        self,
+        *args: Any,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Returns a new tensor."""
+        ...
+
+
+def factory(name: str) -> Factory:
     """Returns the distributed form of one of torch's factories."""
     function = getattr(torch, name)
 
@@ -83,7 +72,7 @@ def _has_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _home() -> DeviceMesh:
     """The mesh of a factory that names none: the trace's, else the first CPU device."""
-    active = trace.current()
+    active = tracer.current()
     return default_mesh() if active is None else active.mesh
 
 
@@ -91,7 +80,7 @@ def _created(
     name: str, mesh: DeviceMesh, wanted: Placements, args: Any, kwargs: Any
 ) -> torch.Tensor:
     """Runs in a trace: the factory, then whatever its layout still lacks."""
-    active = trace.current()
+    active = tracer.current()
     assert active is not None
     with active.factories(mesh, wanted):
         result: Any = getattr(torch, name)(*args, **kwargs)
@@ -115,3 +104,27 @@ def _documentation(name: str) -> str:
     Raises:
         PlacementError: The placements do not fit, or both `device` and `device_mesh` are given.
     """
+
+
+arange = factory("arange")
+bartlett_window = factory("bartlett_window")
+blackman_window = factory("blackman_window")
+empty = factory("empty")
+empty_strided = factory("empty_strided")
+eye = factory("eye")
+full = factory("full")
+hamming_window = factory("hamming_window")
+hann_window = factory("hann_window")
+kaiser_window = factory("kaiser_window")
+linspace = factory("linspace")
+logspace = factory("logspace")
+normal = factory("normal")
+ones = factory("ones")
+rand = factory("rand")
+randint = factory("randint")
+randn = factory("randn")
+randperm = factory("randperm")
+scalar_tensor = factory("scalar_tensor")
+tril_indices = factory("tril_indices")
+triu_indices = factory("triu_indices")
+zeros = factory("zeros")

@@ -20,7 +20,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import numpy
 import torch
 
-from . import memo, trace
+from . import memo, tracer
 from .arguments import Arguments, exact
 from .cache import Cache, CacheInfo, lookup
 from .compilation import compile_stretches
@@ -38,7 +38,7 @@ from .scalars import evaluate
 from .spec import Spec
 from .symbolic import SymbolicTensor
 from .tensor import Tensor, place
-from .trace import Source, Tracer
+from .tracer import Source, Tracer
 from .tree import argument_path, flatten, unflatten
 
 _P = ParamSpec("_P")
@@ -136,7 +136,7 @@ class JitFunction(Generic[_P, _R]):
 
         Blocking: on the first call with a new key, while tracing; never for the values.
         """
-        if trace.current() is not None:
+        if tracer.current() is not None:
             return self._function(*args, **kwargs)
         result = MISSED
         if self._is_remembered:
@@ -386,7 +386,7 @@ class _ModulesSeen:
         self._hook.remove()
 
     def _see(self, module: torch.nn.Module, args: Any) -> None:
-        if trace.current() is not None and id(module) not in self._known:
+        if tracer.current() is not None and id(module) not in self._known:
             self._known.add(id(module))
             self._into.append(weakref.ref(module))
 

@@ -13,7 +13,7 @@ from . import calls
 from .arguments import Arguments
 from .compiled import Compiled, Output, link
 from .runtime import NATIVE
-from .trace import Source
+from .tracer import Source
 from .tree import unflatten
 
 MISSED: Any = calls.MISSED if NATIVE is None else NATIVE.MISSED

@@ -20,7 +20,7 @@ from .symbolic import Storage, SymbolicTensor
 from .tensor import (
     Tensor,
 )
-from .trace import Source, Tracer
+from .tracer import Source, Tracer
 from .tracing_modes import NeedsAutograd
 from .tree import flatten, unflatten
 

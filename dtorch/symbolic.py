@@ -17,7 +17,7 @@ from .spec import Spec
 from .tensor import Tensor
 
 if TYPE_CHECKING:
-    from .trace import Tracer
+    from .tracer import Tracer
 
 
 class Storage:

@@ -14,12 +14,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import autograd
+from . import gradients
 from .errors import TraceError
 from .source import user_line
 
 if TYPE_CHECKING:
-    from .trace import Tracer
+    from .tracer import Tracer
 
 
 class NeedsAutograd(BaseException):
@@ -67,8 +67,8 @@ class FunctionMode(TorchFunctionMode):
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if self._tracer.with_autograd:
-                substitute = autograd.SUBSTITUTES.get(func)
-                if substitute is not None and autograd.requires_grad(args):
+                substitute = gradients.SUBSTITUTES.get(func)
+                if substitute is not None and gradients.requires_grad(args):
                     return substitute(*args, **kwargs)
             return func(*args, **kwargs)
 

@@ -18,7 +18,7 @@ from .placement import complete
 from .recording import symbolic_leaves
 from .symbolic import SymbolicTensor
 from .tensor import Tensor
-from .trace import Tracer
+from .tracer import Tracer
 from .tracing_modes import NeedsAutograd
 from .tree import argument_path, flatten, map_leaves, unflatten
 

@@ -7,6 +7,7 @@ here knows of meshes or layouts: the functions call torch, and run on plain and 
 tensors alike.
 """
 
+from . import functional
 from .attention import attention, attention_init, cache_init, grouped_attention
 from .embedding import embedding, embedding_init
 from .linear import linear, linear_init
@@ -21,6 +22,7 @@ __all__ = [
     "cache_init",
     "embedding",
     "embedding_init",
+    "functional",
     "grouped_attention",
     "linear",
     "linear_init",

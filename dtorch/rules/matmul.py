@@ -13,8 +13,8 @@ import math
 
 import torch
 
+from ..custom_ops import fold_mm
 from ..lowering import LocalContext
-from ..ops import fold_mm
 from .sharding import Dims, OpCall, Sharding, assign, dim_names, notation, parse, rule
 
 aten = torch.ops.aten

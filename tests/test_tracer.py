@@ -482,7 +482,7 @@ def test_a_leaked_symbolic_tensor_raises_with_its_line() -> None:
         lambda: torch.relu(kept[0]),
         lambda: x + kept[0],
     ):
-        with pytest.raises(TraceError, match=r"of a trace that has ended \(.*test_trace.py:\d+"):
+        with pytest.raises(TraceError, match=r"of a trace that has ended \(.*test_tracer.py:\d+"):
             use()
     with pytest.raises(TraceError, match=r"of another trace|of a trace that has ended"):
         dtorch.jit(lambda t: t + kept[0])(x)
@@ -518,7 +518,9 @@ def test_a_leaked_symbolic_tensor_raises_with_its_line() -> None:
 )
 def test_value_dependent_python_raises_with_the_line(function: Callable[..., Any]) -> None:
     x = dtorch.ones(3, device_mesh=TWO, placements=[Shard(0)])
-    with pytest.raises(DataDependentError, match=r"being traced \(.*test_trace.py:\d+(.|\n)*Fix: "):
+    with pytest.raises(
+        DataDependentError, match=r"being traced \(.*test_tracer.py:\d+(.|\n)*Fix: "
+    ):
         dtorch.jit(function)(x)
     assert (x + 1).tolist() == [2.0] * 3
 

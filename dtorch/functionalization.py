@@ -23,7 +23,7 @@ from .spec import Spec
 
 if TYPE_CHECKING:
     from .builder import Builder
-    from .trace import Tracer, ViewStep
+    from .tracer import Tracer, ViewStep
 
 aten = torch.ops.aten
 

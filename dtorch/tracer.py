@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 
-from . import functional
+from . import functionalization
 from .builder import Builder
 from .decision import flattened, has_rule
 from .errors import DataDependentError, MutationError, TraceError
+from .handlers import SPECIAL
 from .infer import infer, meta_tensor
 from .mesh import DeviceMesh
 from .parts import dense_stride
@@ -38,7 +39,6 @@ from .scalars import Expression, concrete, node_of
 from .sharded_forms import sharded_form
 from .source import user_line
 from .spec import Spec
-from .special import SPECIAL
 from .symbolic import Storage, SymbolicTensor, ViewStep
 from .tensor import Tensor, wrapper
 from .tracing_modes import DispatchMode, FunctionMode, compiling
@@ -193,7 +193,7 @@ class Tracer:
         value = self._cast(value, tensor.dtype)
         for depth in range(len(path) - 1, -1, -1):
             base = self._follow(storage, path[:depth])
-            value = functional.put_back(self.builder, path[depth], base, value)
+            value = functionalization.put_back(self.builder, path[depth], base, value)
         layout = self.builder.specs[storage.value]
         value = self._with_bits(value, layout)
         if self.builder.specs[value].stride != layout.stride:
@@ -288,9 +288,9 @@ class Tracer:
         special = SPECIAL.get(op)
         if special is not None:
             return special(self, op, args, kwargs)
-        if functional.is_about_shapes(args, kwargs):
+        if functionalization.is_about_shapes(args, kwargs):
             return self._on_meta(op, args, kwargs)
-        return _handler(op, functional.draws(op, args, kwargs))(self, op, args, kwargs)
+        return _handler(op, functionalization.draws(op, args, kwargs))(self, op, args, kwargs)
 
     def _as_it_is(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -305,8 +305,8 @@ class Tracer:
         def shape_of(tensor: torch.Tensor) -> torch.Tensor:
             return tensor if tensor.is_meta else meta_tensor(self.lift(tensor)._spec)
 
-        named = {k: functional.map_tensors(v, shape_of) for k, v in kwargs.items()}
-        return op(*concrete(functional.map_tensors(args, shape_of)), **named)
+        named = {k: functionalization.map_tensors(v, shape_of) for k, v in kwargs.items()}
+        return op(*concrete(functionalization.map_tensors(args, shape_of)), **named)
 
     def _decompose(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -341,13 +341,13 @@ class Tracer:
                 results = form(*args, **kwargs)
             if results is not NotImplemented:
                 return [self._number(r) for r in flattened(_as_list(results))]
-        if not functional.takes_device(op):
+        if not functionalization.takes_device(op):
             return self.builder.apply(op, lowered, named, self.mesh)
         has_operands = bool(refs((lowered, tuple(named.values()))))
-        named = functional.with_device(op, named, self.mesh, has_operands)
+        named = functionalization.with_device(op, named, self.mesh, has_operands)
         if has_operands:
             return self.builder.apply(op, lowered, named)
-        named = functional.with_dtype(op, self.builder.with_scalars(lowered), named)
+        named = functionalization.with_dtype(op, self.builder.with_scalars(lowered), named)
         return self.builder.apply(op, lowered, named, self.mesh, self._fitting(op, lowered, named))
 
     def _number(self, result: torch.Tensor | None) -> int | None:
@@ -377,7 +377,7 @@ class Tracer:
     def _random(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        rewritten = functional.RANDOM_DECOMPOSITIONS.get(op.overloadpacket)
+        rewritten = functionalization.RANDOM_DECOMPOSITIONS.get(op.overloadpacket)
         if rewritten is not None:
             with self._mode:
                 return rewritten(*args, **kwargs)
@@ -386,14 +386,14 @@ class Tracer:
     def _draw(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
-        op = functional.with_generator(op)
+        op = functionalization.with_generator(op)
         kwargs = dict(kwargs)
         generator = kwargs.pop("generator", None)
         lowered, named = self._lowered(op, args, kwargs)
         has_operands = bool(refs((lowered, tuple(named.values()))))
-        named = functional.with_device(op, named, self.mesh, has_operands)
+        named = functionalization.with_device(op, named, self.mesh, has_operands)
         if not has_operands:
-            named = functional.with_dtype(op, self.builder.with_scalars(lowered), named)
+            named = functionalization.with_dtype(op, self.builder.with_scalars(lowered), named)
         first, _ = self.states.get(generator) or (self.draw_state(generator), 0)
         state = self.draw_state(generator)
         *results, state = self.builder.apply(op, lowered, named, self.mesh, draws=state)
@@ -442,10 +442,10 @@ class Tracer:
     def _mutate(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        view_form = functional.view_form(op)
+        view_form = functionalization.view_form(op)
         if view_form is not None:
             return self._reshape_in_place(view_form, args, kwargs)
-        form = functional.functional_form(op)
+        form = functionalization.functional_form(op)
         targets = form.written(args, kwargs)
         if op.overloadpacket.__name__.endswith("_"):  # else autograd does not track the target
             self._refuse_tracked_capture(targets, args, kwargs)
@@ -465,10 +465,10 @@ class Tracer:
         return form.returns(args, kwargs)
 
     def _filled_anew(
-        self, form: functional.Form, written: Sequence[SymbolicTensor], args: tuple[Any, ...]
+        self, form: functionalization.Form, written: Sequence[SymbolicTensor], args: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """Spares the shards of a tensor whose values a draw replaces from being gathered."""
-        if form.op.overloadpacket not in functional.FILLS or not _is_split(written[0]._spec):
+        if form.op.overloadpacket not in functionalization.FILLS or not _is_split(written[0]._spec):
             return args
         with self._mode, self.factories(written[0].device_mesh, None):
             return (torch.empty(written[0].shape, dtype=written[0].dtype), *args[1:])
@@ -480,7 +480,7 @@ class Tracer:
         if all(isinstance(t, SymbolicTensor) for t in targets) or not torch.is_grad_enabled():
             return
         tensors: list[torch.Tensor] = []
-        functional.map_tensors([list(args), list(kwargs.values())], tensors.append)
+        functionalization.map_tensors([list(args), list(kwargs.values())], tensors.append)
         if any(t.requires_grad for t in tensors):
             raise TraceError(
                 f"a jitted function changes a captured tensor of shape {list(targets[0].shape)} "
@@ -495,7 +495,7 @@ class Tracer:
         """Makes a tensor of the trace its own view: it takes the view's shape and path."""
         tensor = args[0]
         if not isinstance(tensor, SymbolicTensor) or any(tensor is t for t, _ in self.arguments):
-            raise functional.changes_shape(op, op.overloadpacket.__name__)
+            raise functionalization.changes_shape(op, op.overloadpacket.__name__)
         view = self._view(op, args, kwargs)
         with torch._C.DisableTorchFunction(), self._mode:
             tensor.data = view
@@ -506,9 +506,10 @@ class Tracer:
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Lets PyTorch's own meta kernel refuse what the in-place call cannot do."""
-        specs = functional.map_tensors(args, lambda t: self.lift(t)._spec)
+        specs = functionalization.map_tensors(args, lambda t: self.lift(t)._spec)
         named = {
-            k: functional.map_tensors(v, lambda t: self.lift(t)._spec) for k, v in kwargs.items()
+            k: functionalization.map_tensors(v, lambda t: self.lift(t)._spec)
+            for k, v in kwargs.items()
         }
         infer(op, concrete(specs), {k: concrete(v) for k, v in named.items()})
 
@@ -533,7 +534,7 @@ class Tracer:
         node = node_of(value)
         if node is None:
             return value
-        if not functional.may_stay_symbolic(op, place):
+        if not functionalization.may_stay_symbolic(op, place):
             return node.read()
         key = (node.expression, type(node.value))
         if key not in self._scalars:
@@ -556,13 +557,13 @@ def _handler(op: torch._ops.OpOverload, draws: bool) -> Callable[..., Any]:
     """The method that records an operation which is not special."""
     if op.namespace == "profiler":
         return Tracer._as_it_is
-    kind = functional.kind_of(op)
+    kind = functionalization.kind_of(op)
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _COMPOSITE):
-        whole = kind is functional.Kind.PURE and has_rule(op) and not draws
+        whole = kind is functionalization.Kind.PURE and has_rule(op) and not draws
         return Tracer.record if whole else Tracer._decompose
-    if kind is functional.Kind.MUTATES:
+    if kind is functionalization.Kind.MUTATES:
         return Tracer._mutate
-    if kind is functional.Kind.VIEWS:
+    if kind is functionalization.Kind.VIEWS:
         return Tracer._view
     return Tracer._random if draws else Tracer.record
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import functional
+from . import functionalization
 from .program import Apply
 from .scalars import concrete
 from .tensor import Tensor
 
 if TYPE_CHECKING:
-    from .trace import Tracer
+    from .tracer import Tracer
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ def _constant_value(tracer: Tracer, value: int) -> torch.Tensor | None:
     operands = {v: _constant_value(tracer, v) for v in instruction.inputs()}
     if any(v is None for v in operands.values()):
         return None
-    fill = functional.fill_refs(operands)
+    fill = functionalization.fill_refs(operands)
     with torch.device("cpu"):
         kwargs = {k: fill(v) for k, v in instruction.kwargs if k != "device"}
         return instruction.op(*fill(instruction.args), **kwargs)
@@ -72,8 +72,8 @@ def _choose_attention(
         made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
         return made.requires_grad_(tensor.requires_grad)
 
-    named = {k: functional.map_tensors(v, unfilled) for k, v in kwargs.items()}
-    return op(*concrete(functional.map_tensors(args, unfilled)), **named)
+    named = {k: functionalization.map_tensors(v, unfilled) for k, v in kwargs.items()}
+    return op(*concrete(functionalization.map_tensors(args, unfilled)), **named)
 
 
 def _yes(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .ops import fold_mm
+from .custom_ops import fold_mm
 from .tensor import EntryPoints
 
 aten = torch.ops.aten
