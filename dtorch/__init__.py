@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import special as special
 
 from . import errors, nn, parallel, random
-from .dispatch import cache_clear, cache_info
+from .dispatch import cache_clear, cache_info, strict
 from .factories import (
     arange,
     bartlett_window,
@@ -101,6 +101,7 @@ __all__ = [
     "random",
     "randperm",
     "scalar_tensor",
+    "strict",
     "synchronize",
     "tensor",
     "tril_indices",

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .decision import Decision, decide
+from .decision import Decision, decide, legal_placements, tensor_names
 from .errors import MeshError
 from .infer import Question, argument_names, question
 from .mesh import DeviceMesh
@@ -37,6 +37,7 @@ from .program import (
 )
 from .redistribution import plan
 from .spec import Spec
+from .strictness import is_strict, refuse_communication
 
 aten = torch.ops.aten
 
@@ -138,13 +139,15 @@ class Builder:
                 appended to the results.
         """
         args, kwargs = tuple(args), _ordered(op, kwargs)
-        operands = [r.id for r in refs((args, tuple(kwargs.values())))]
+        given = operands = [r.id for r in refs((args, tuple(kwargs.values())))]
         home = self._home(op, operands)
         if home is not None:
             operands = [self._brought(v, home) for v in operands]
             args, kwargs = _with_operands(args, kwargs, operands)
         asked = question(op, args, kwargs, self.specs, self.scalar_values)
         decision = decide(asked, mesh, wanted, draws is not None)
+        if is_strict() and operands:
+            self._refuse_communication(asked, given, decision)
         if any(self.specs[v] is not s for v, s in zip(operands, decision.inputs, strict=True)):
             operands = list(map(self.redistribute, operands, decision.inputs))
             args, kwargs = _with_operands(args, kwargs, operands)
@@ -154,6 +157,13 @@ class Builder:
         state = self._next_state(draws, decision.mesh)
         outputs = self._append(op, args, kwargs, decision, state)
         return _rebuild(decision.results, iter(outputs)), state[1]
+
+    def _refuse_communication(
+        self, asked: Question, given: Sequence[int], decision: Decision
+    ) -> None:
+        before = [self.specs[self._reduced.get(v, v)] for v in given]
+        legal = [legal_placements(asked, axis) for axis in range(decision.mesh.ndim)]
+        refuse_communication(asked.op, tensor_names(asked), before, decision.inputs, legal)
 
     def moves_shards(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]

@@ -17,10 +17,10 @@ import torch
 from .infer import CAPACITY, Question, answer, settings
 from .lowering import LocalContext
 from .mesh import DeviceMesh
-from .placement import Placements
+from .placement import Placement, Placements
 from .program import Localize
 from .propagation import propagate
-from .rules import Meta, OpCall, Sharding, replicated, rule_of
+from .rules import Meta, OpCall, Sharding, replicated, rule_of, sizes_by_name
 from .rules.pointwise import is_pointwise, pointwise
 from .spec import Spec
 
@@ -107,6 +107,39 @@ def _decide(
         sharding.localize or (_Sizes(sharding.sizes) if sharding.sizes else None),
         is_fallback and len(home.devices) > 1,
     )
+
+
+def tensor_names(asked: Question) -> list[str]:
+    """Returns the names of an operation's tensor arguments, in the order of `Decision.inputs`."""
+    found = []
+    for name, value in _call(asked, ()).arguments.items():
+        if isinstance(value, Spec):
+            found.append(name)
+        elif type(value) in (tuple, list):
+            found += [f"{name}[{i}]" for i, v in enumerate(value) if isinstance(v, Spec)]
+    return found
+
+
+def legal_placements(asked: Question, axis: int) -> list[tuple[Placement, ...]]:
+    """Returns the placements on one axis with which an operation needs no communication.
+
+    Args:
+        asked: The operation and its arguments.
+        axis: The mesh axis.
+
+    Returns:
+        One placement for each tensor argument, in each choice.
+    """
+    results = [m for m in flattened(answer(asked)) if isinstance(m, Meta)]
+    call = _call(asked, results)
+    sharding, _ = _sharding_of(call, False)
+    sizes, count = sizes_by_name(sharding, call), call.tensors[0].mesh.shape[axis]
+    strategies = (
+        s.inputs
+        for s in sharding.strategies()
+        if s.name is None or sharding.may_split(s.name, sizes, count)
+    )
+    return list(dict.fromkeys(strategies))
 
 
 def _brought(spec: Spec, mesh: DeviceMesh, placements: Placements) -> Spec:

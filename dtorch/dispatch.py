@@ -8,9 +8,10 @@ jitted function go the same way.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from .placement import Placements, Replicate, complete
 from .recording import compile_call
 from .runtime import NATIVE, check_not_on_worker
 from .spec import Spec
+from .strictness import strictly
 from .symbolic import SymbolicTensor
 from .tensor import (
     EntryPoints,
@@ -296,6 +298,36 @@ def _on_host(func: Any, arguments: Arguments, treespec: Any) -> Any:
         for t in leaves
     ]
     return unflatten(result_tree, placed)
+
+
+# -- strict mode ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def strict() -> Iterator[None]:
+    """A context in which an operation that would communicate implicitly raises.
+
+    What is asked for by name stays allowed: `Tensor.redistribute` and its relatives,
+    `parallel.constrain`, and a fetch. Cutting a replicated tensor into shards needs no
+    communication.
+
+    Communication: none but what is asked for.
+
+    Raises:
+        PlacementError: At a call in the context, with the arguments' layouts and the legal ones.
+
+    Example:
+        >>> import dtorch
+        >>> mesh = dtorch.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+        >>> x = dtorch.ones(4, 6, device_mesh=mesh, placements=[dtorch.Shard(1)])
+        >>> with dtorch.strict():
+        ...     y = x + 1
+        ...     z = x.sort(1)
+        Traceback (most recent call last):
+        dtorch.errors.PlacementError: strict: aten.sort.default cannot keep S(1) ...
+    """
+    with strictly(), memo.bypassed():
+        yield
 
 
 # -- redistribution ------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from .errors import DataDependentError
 from .program import Ref, ScalarRef
 from .rules import Meta
 from .spec import Spec
+from .strictness import is_strict
 
 CAPACITY = 8192
 """How many answers are remembered."""
@@ -126,7 +127,7 @@ _C: Any = torch._C  # looked up once: every call asks for the settings
 
 
 def settings() -> Hashable:
-    """Returns the settings of torch that a trace and meta kernels depend on."""
+    """Returns the settings, of torch and `strict`, that a trace and meta kernels depend on."""
     return (
         _C.is_grad_enabled(),
         _C.is_inference_mode_enabled(),
@@ -136,6 +137,7 @@ def settings() -> Hashable:
         _C._get_flash_sdp_enabled(),
         _C._get_mem_efficient_sdp_enabled(),
         _C._get_math_sdp_enabled(),
+        is_strict(),
     )
 
 

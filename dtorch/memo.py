@@ -6,7 +6,8 @@ executor, in C++ or in `calls`, how to run it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from . import calls
@@ -44,6 +45,19 @@ def call_cache(ints_are_dynamic: bool, capacity: int, below_autograd: bool = Fal
     """
     kind = calls.CallCache if NATIVE is None else NATIVE.CallCache
     return kind(ints_are_dynamic, below_autograd, capacity)
+
+
+@contextlib.contextmanager
+def bypassed() -> Iterator[None]:
+    """A context of this thread whose calls are not looked up, but traced for its settings."""
+    if NATIVE is None:  # whose keys have the settings in them
+        yield
+        return
+    NATIVE.bypass_caches(1)
+    try:
+        yield
+    finally:
+        NATIVE.bypass_caches(-1)
 
 
 def remember(

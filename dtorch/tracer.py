@@ -39,6 +39,7 @@ from .scalars import Expression, concrete, node_of
 from .sharded_forms import sharded_form
 from .source import user_line
 from .spec import Spec
+from .strictness import is_strict
 from .symbolic import Storage, SymbolicTensor, ViewStep
 from .tensor import Tensor, wrapper
 from .tracing_modes import DispatchMode, FunctionMode, compiling
@@ -335,7 +336,7 @@ class Tracer:
         _refuse_data_dependent(op, args)
         lowered, named = self._lowered(op, args, kwargs)
         form = sharded_form(op)
-        if form is not None and self.builder.moves_shards(op, lowered, named):
+        if form is not None and not is_strict() and self.builder.moves_shards(op, lowered, named):
             operand = refs((lowered, tuple(named.values())))[0]
             with self._mode, self.factories(self.builder.specs[operand.id].mesh, None):
                 results = form(*args, **kwargs)

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("spec",),
     ("redistribution",),
     ("program", "passes", "lowering"),
+    ("strictness",),
     ("custom_ops",),
     ("rules",),
     ("infer", "propagation", "decision"),
