@@ -143,7 +143,8 @@ def call_operation(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        substitute = gradients.DIRECT_SUBSTITUTES.get(func)
+        return func(*args, **kwargs) if substitute is None else substitute(*args, **kwargs)
 
 
 def _refuse_reach_beyond(func: Any, leaves: list[Any]) -> None:
@@ -461,7 +462,7 @@ def _install_methods(cached: Callable[..., Any]) -> None:
 def _install_native() -> None:
     """Puts the C++ caches before torch's functions on a `Tensor`."""
     substitutes = dict(gradients.EAGER_SUBSTITUTES)
-    special = {*_OWN, _DATA_SETTER}
+    special = {*_OWN, *gradients.DIRECT_SUBSTITUTES, _DATA_SETTER}
     NATIVE.install_entrances(
         _calls, call_function, _operations, call_operation, substitutes, special
     )

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from .custom_ops import fold_mm
-from .tensor import EntryPoints
+from .placement import complete
+from .tensor import EntryPoints, Tensor
 
 aten = torch.ops.aten
 
@@ -142,6 +143,24 @@ def _set_item(target: torch.Tensor, index: Any, value: Any) -> None:
     target.copy_(SetItem.apply(target, index, value))
 
 
+def in_layout_of(gradient: Any, owner: Any) -> Any:
+    """Returns a gradient in the layout of what it belongs to, `Replicate` in place of `Partial`."""
+    if not (isinstance(gradient, Tensor) and isinstance(owner, Tensor)):
+        return gradient
+    return gradient.redistribute(owner.device_mesh, complete(owner.placements))
+
+
+def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.grad`, each gradient in the layout of its input."""
+    found: Any = torch.autograd.grad(outputs, inputs, *args, **kwargs)
+    if kwargs.get("is_grads_batched"):
+        return found
+    if isinstance(inputs, dict):
+        return {k: in_layout_of(found[k], v) for k, v in inputs.items()}
+    owners = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+    return tuple(map(in_layout_of, found, owners))
+
+
 SUBSTITUTES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.nn.functional.linear: _linear,
     torch.matmul: _matmul,
@@ -149,6 +168,9 @@ SUBSTITUTES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.__matmul__: _matmul,
 }
 """What to call in place of a torch function when an argument requires grad."""
+
+DIRECT_SUBSTITUTES: dict[Any, Callable[..., Any]] = {torch.autograd.grad: _gradients}
+"""What to call in place of a function that does not compute with its arguments."""
 
 
 EAGER_SUBSTITUTES = SUBSTITUTES | {torch.Tensor.__setitem__: _set_item}

@@ -20,7 +20,7 @@ from . import printing
 from .errors import DonatedError, PlacementError
 from .mesh import DeviceMesh
 from .parts import assembled, dense_stride, indices_to_fetch, place_parts, placed_parts
-from .placement import Partial, Placement, Placements, Replicate, Shard, normalized
+from .placement import Partial, Placement, Placements, Replicate, Shard, complete, normalized
 from .runtime import NATIVE, Failure, Shards, TensorFuture, check_not_on_worker, values_of
 from .spec import Box, Spec
 
@@ -34,6 +34,9 @@ class EntryPoints:
     function: Callable[..., Any]
     operation: Callable[..., Any]
     redistribute: Callable[..., Any]
+
+
+_GRAD: Any = torch.Tensor.grad
 
 
 class Tensor(torch.Tensor):
@@ -140,6 +143,33 @@ class Tensor(torch.Tensor):
     def placements(self) -> list[Placement]:
         """One placement per axis of `device_mesh`."""
         return list(self._spec.placements)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient that `backward` has left: in this tensor's layout, never partial.
+
+        Communication: on the first read after a backward that left it otherwise, as `redistribute`.
+        """
+        with torch._C.DisableTorchFunction():
+            found: Tensor | None = _GRAD.__get__(self)
+        if not isinstance(found, Tensor):
+            return found
+        wanted = self.device_mesh, complete(self._spec.placements)
+        if (found.device_mesh, found._spec.placements) != wanted:
+            with torch._C.DisableTorchFunction():
+                found = EntryPoints.redistribute(found, *wanted)
+                _GRAD.__set__(self, found)
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with torch._C.DisableTorchFunction():
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        with torch._C.DisableTorchFunction():
+            _GRAD.__delete__(self)
 
     def redistribute(
         self,

@@ -230,3 +230,26 @@ def test_fused_optimizers_step() -> None:
         (parameter * parameter).sum().backward()
         optimizer.step()
     assert torch.equal(plain(mine.detach()), reference.detach())
+
+
+def test_gradients_have_the_layout_of_what_they_belong_to() -> None:
+    """Also where autograd leaves them otherwise: replicated, partial, or on a later stage."""
+    value = torch.rand(4, 6)
+    x = dtorch.Tensor(value, device_mesh=PAIR, placements=[Shard(1)]).requires_grad_()
+    y = dtorch.Tensor(value, device_mesh=PAIR, placements=[Shard(0)])
+    w = dtorch.Tensor(torch.rand(6, 3), device_mesh=PAIR).requires_grad_()
+    (found,) = torch.autograd.grad((x + y).sum(), x)
+    assert found.placements == [Shard(1)]
+    for _ in range(2):
+        (y @ w).sum().backward()
+    assert w.grad is not None
+    assert w.grad.placements == [dtorch.Replicate()]
+    assert w.grad is w.grad
+    torch.testing.assert_close(w.grad.to_torch(), 2 * value.sum(0)[:, None].expand(6, 3))
+    first, second = dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)).unbind("pp")
+    early = dtorch.ones(3, device_mesh=first).requires_grad_()
+    (early * dtorch.ones(3, device_mesh=second)).sum().backward()
+    assert early.grad is not None
+    assert early.grad.device_mesh == first
+    early.grad = None
+    assert early.grad is None
