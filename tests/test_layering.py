@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("placement",),
     ("spec",),
     ("redistribution",),
-    ("program", "passes", "lowering"),
+    ("program", "passes", "lowering", "communication"),
     ("strictness",),
     ("custom_ops",),
     ("rules",),

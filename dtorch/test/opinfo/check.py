@@ -1,0 +1,241 @@
+"""Check: one call in one layout, eagerly and under `jit`, compared with PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+import dtorch
+
+from ...communication import summarize
+from ...errors import DataDependentError
+from ...placement import complete
+from ...program import Program
+from ...tensor import Tensor
+from ...tree import flatten
+from .compare import Expected, WrongError, compare
+from .entries import Call
+from .layouts import Layout, splits_inner_dim
+
+SEED = 20
+Status = Literal["right", "data-dependent", "misplaced", "raised", "wrong"]
+"""From best to worst. Data-dependent: right eagerly, and `jit` raised `DataDependentError`."""
+_ORDER: tuple[Status, ...] = ("right", "data-dependent", "misplaced", "raised", "wrong")
+
+
+class MisplacedError(AssertionError):
+    """A gradient's layout is not that of what it belongs to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of one call in one layout.
+
+    Attributes:
+        status: The worse of the two ways to run it.
+        how: ``"eager"`` or ``"jit"``: where it failed.
+        message: The first line of what was raised, or how the value is wrong.
+        num_bytes: The bytes that the recorded program communicates.
+        is_inner: Whether a dim other than 0 was sharded.
+        is_native: Whether that ran without gathering anything sharded.
+    """
+
+    status: Status
+    how: str = ""
+    message: str = ""
+    num_bytes: int = 0
+    is_inner: bool = False
+    is_native: bool = False
+
+
+def run(call: Callable[..., Any], arguments: Sequence[Any] = (), seed: int = SEED) -> list[Any]:
+    """Returns the leaves of a call's result, with PyTorch's generator at a fixed seed."""
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return flatten(call(*arguments))[0]
+
+
+def check_forward(call: Call, jitted: Any, layout: Layout, expected: Expected) -> Outcome:
+    """Runs a call in a layout and compares its results.
+
+    On one device it runs twice, the second time out of the caches.
+
+    Args:
+        call: The call.
+        jitted: The same, by `dtorch.jit`.
+        layout: The layout of its tensors.
+        expected: What it shall give.
+    """
+    times = 2 if len(layout.mesh.devices) == 1 else 1
+    program = _program(jitted, layout.spread(call.tensors))
+    if program is not None and _adds_over_devices(program):
+        expected = expected.over_devices()
+
+    def attempt(function: Callable[..., Any]) -> None:
+        for _ in range(times):
+            compare(run(function, layout.spread(call.tensors)), layout, expected)
+
+    outcome = _worst(lambda: attempt(call), lambda: attempt(jitted))
+    return _measured(outcome, program, layout, call.tensors)
+
+
+def check_factory(call: Call, layout: Layout, expected: Expected) -> Outcome:
+    """Makes a tensor in a layout by dtorch's factory and compares it.
+
+    Args:
+        call: A call of a factory.
+        layout: The layout that the result shall have.
+        expected: What it shall give.
+    """
+    (wanted,) = layout.placements
+
+    def make() -> Any:
+        return call.function(dtorch, device_mesh=layout.mesh, placements=wanted)
+
+    def attempt(function: Callable[..., Any]) -> None:
+        leaves = run(function)
+        compare(leaves, layout, expected)
+        if tuple(leaves[0].placements) != wanted:
+            raise WrongError(f"made in {leaves[0].placements}, not in {list(wanted)}")
+
+    jitted = dtorch.jit(make)
+    outcome = _worst(lambda: attempt(make), lambda: attempt(jitted))
+    made = [leaf for leaf in expected.leaves if isinstance(leaf, torch.Tensor)]
+    return _measured(outcome, _program(jitted, ()), layout, made)
+
+
+def check_backward(call: Call, layout: Layout, expected: Expected) -> Outcome:
+    """Runs a call in a layout and compares the gradients of its arguments.
+
+    Args:
+        call: The call.
+        layout: The layout of its tensors.
+        expected: The gradients, as `gradients` gives them.
+    """
+    jitted = dtorch.jit(call)
+    program = _program(_whole_backward(call), layout.spread(call.tensors))
+    if program is None or _adds_over_devices(program):
+        expected = expected.over_devices()
+
+    def attempt(function: Callable[..., Any]) -> None:
+        tensors = _leaves_of_graph(call, layout.spread(call.tensors))
+        grads = gradients(call, function, tensors)
+        compare(grads, layout, expected)
+        sources = (t for t in tensors if t.requires_grad)
+        for grad, source in zip(grads, sources, strict=True):
+            if grad is not None and tuple(grad.placements) != complete(source.placements):
+                raise MisplacedError(f"{source.placements} has a gradient in {grad.placements}")
+
+    outcome = _worst(lambda: attempt(call), lambda: attempt(jitted))
+    return _measured(outcome, program, layout, call.tensors)
+
+
+def expected_gradients(call: Call) -> list[Any]:
+    """Returns PyTorch's gradients of a call."""
+    tensors = _leaves_of_graph(call, call.tensors)
+    return gradients(call, call, tensors)
+
+
+def gradients(call: Call, function: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
+    """Returns the gradients of the tensors that require grad, for a fixed random cotangent.
+
+    Args:
+        call: The call, which says how its result becomes unique.
+        function: The call itself, or another form of it.
+        tensors: Its tensors.
+    """
+    result = run(lambda *given: call.process(function(*given)), tensors)
+    outs = [r for r in result if isinstance(r, torch.Tensor) and r.requires_grad]
+    sources = [t for t in tensors if t.requires_grad]
+    made = torch.Generator().manual_seed(SEED)
+    cotangents = [_cotangent(out, made) for out in outs]
+    return list(torch.autograd.grad(outs, sources, cotangents, allow_unused=True))
+
+
+def _cotangent(out: torch.Tensor, made: torch.Generator) -> torch.Tensor:
+    value = torch.randn(out.shape, dtype=out.dtype, generator=made)
+    if not isinstance(out, Tensor):
+        return value
+    return Tensor(value, device_mesh=out.device_mesh, placements=complete(out.placements))
+
+
+def _leaves_of_graph(call: Call, tensors: Sequence[Any]) -> list[Any]:
+    pairs = zip(tensors, call.tensors, strict=True)
+    return [t.detach().clone().requires_grad_(model.requires_grad) for t, model in pairs]
+
+
+def _whole_backward(call: Call) -> Any:
+    """The call and its gradients as one jitted function."""
+
+    def whole(*tensors: Any) -> list[Any]:
+        return gradients(call, call, _leaves_of_graph(call, tensors))
+
+    return dtorch.jit(whole)
+
+
+def _program(jitted: Any, tensors: Sequence[Any]) -> Program | None:
+    """The program of a call, None where it raises: then running it says so."""
+    try:
+        torch.manual_seed(SEED)
+        return jitted.program(*tensors)
+    except Exception:
+        return None
+
+
+def _adds_over_devices(program: Program) -> bool:
+    """Whether values of several devices are added up, by the program or by who fetches it."""
+    moved = [c.before for c in summarize(program).communications]
+    specs = [*moved, *(program.specs[v] for v in program.outputs)]
+    return any(p.is_partial("sum") or p.is_partial("avg") for s in specs for p in s.placements)
+
+
+# -- outcomes ------------------------------------------------------------------------------
+
+
+def _worst(eager: Callable[[], None], jitted: Callable[[], None]) -> Outcome:
+    outcomes = [_attempt("eager", eager), _attempt("jit", jitted)]
+    first, second = outcomes
+    if first.status == "right" and second.status == "data-dependent":
+        return second
+    if second.status == "data-dependent":
+        return first
+    return max(outcomes, key=lambda o: _ORDER.index(o.status))
+
+
+def _attempt(how: str, function: Callable[[], None]) -> Outcome:
+    try:
+        function()
+    except WrongError as error:
+        return Outcome("wrong", how, str(error))
+    except MisplacedError as error:
+        return Outcome("misplaced", how, str(error))
+    except DataDependentError as error:
+        status: Status = "data-dependent" if how == "jit" else "raised"
+        return Outcome(status, how, _first_line(error))
+    except Exception as error:
+        return Outcome("raised", how, _first_line(error))
+    return Outcome("right")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _measured(
+    outcome: Outcome, program: Program | None, layout: Layout, tensors: Sequence[torch.Tensor]
+) -> Outcome:
+    """An outcome with what the program communicates, where it is right and there is one."""
+    is_inner = splits_inner_dim(layout, tensors)
+    if program is None or outcome.status not in ("right", "misplaced"):
+        return dataclasses.replace(outcome, is_inner=is_inner)
+    summary = summarize(program)
+    is_native = is_inner and not summary.gathers and not summary.replicated
+    return dataclasses.replace(
+        outcome, num_bytes=summary.num_bytes, is_inner=is_inner, is_native=is_native
+    )
