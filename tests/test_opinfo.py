@@ -72,6 +72,9 @@ def test_a_wrong_value_is_found_and_a_right_one_is_not():
     assert outcome(call, layout, [-x]) == check.Outcome("right", is_inner=True, is_native=True)
     found = outcome(call, layout, [-x + (x == x[3, 5])])
     assert (found.status, found.how, found.is_native) == ("wrong", "eager", False)
+    one = Layout(layouts.MESHES["1"], ((R,),))
+    assert outcome(call, one, [-x * (1 + 1e-6)], Tolerance(1e-5, 0)).status == "inexact"
+    assert outcome(call, one, [-x * (1 + 1e-4)], Tolerance(1e-5, 0)).status == "wrong"
     assert outcome(call, layout, [-x, x]).message == "1 results, not 2"
     assert "shape" in outcome(call, layout, [-x[:3]]).message
     assert "float64" in outcome(call, layout, [-x.double()]).message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -17,14 +17,15 @@ from ...placement import complete
 from ...program import Program
 from ...tensor import Tensor
 from ...tree import flatten
-from .compare import Expected, WrongError, compare
+from .compare import Expected, InexactError, WrongError, compare
 from .entries import Call
 from .layouts import Layout, splits_inner_dim
 
 SEED = 20
-Status = Literal["right", "data-dependent", "misplaced", "raised", "wrong"]
-"""From best to worst. Data-dependent: right eagerly, and `jit` raised `DataDependentError`."""
-_ORDER: tuple[Status, ...] = ("right", "data-dependent", "misplaced", "raised", "wrong")
+Status = Literal["right", "data-dependent", "misplaced", "inexact", "raised", "wrong"]
+"""From best to worst. Data-dependent: right eagerly, and `jit` raised `DataDependentError`.
+Misplaced: a gradient in another layout. Inexact: on one device, close but not equal."""
+_ORDER: tuple[Status, ...] = get_args(Status)
 
 
 class MisplacedError(AssertionError):
@@ -214,6 +215,8 @@ def _attempt(how: str, function: Callable[[], None]) -> Outcome:
         return Outcome("wrong", how, str(error))
     except MisplacedError as error:
         return Outcome("misplaced", how, str(error))
+    except InexactError as error:
+        return Outcome("inexact", how, str(error))
     except DataDependentError as error:
         status: Status = "data-dependent" if how == "jit" else "raised"
         return Outcome(status, how, _first_line(error))

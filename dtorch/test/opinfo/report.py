@@ -42,13 +42,12 @@ def _header(plan: Plan) -> list[str]:
 
 def _row(result: Result) -> tuple[str, ...]:
     counts = Counter(f.status for f in result.failures)
-    wrong = counts["wrong"] + counts["misplaced"] + counts["crashed"] + counts["hung"]
     return (
         result.name,
         str(result.tried),
         f"{result.right}{'*' if result.data_dependent else ''}",
         str(counts["raised"]),
-        _wrong(counts) if wrong else "0",
+        _wrong(counts),
         f"{result.native}/{result.inner}",
         str(result.num_bytes),
         _first(result),
@@ -56,7 +55,7 @@ def _row(result: Result) -> tuple[str, ...]:
 
 
 def _wrong(counts: Counter[str]) -> str:
-    kinds = ("misplaced", "crashed", "hung")
+    kinds = ("misplaced", "inexact", "crashed", "hung")
     others = [f"{counts[k]} {k}" for k in kinds if counts[k]]
     return ", ".join([str(counts["wrong"]), *others])
 
@@ -136,7 +135,7 @@ def expectations(text: str) -> dict[str, Expectation]:
 
 def expectation_lines(results: Iterable[Result]) -> str:
     """Returns such a file for what came of entries, without those that have nothing to try."""
-    lines = []
+    lines = ["# Written by `python -m dtorch.test.opinfo --quick --expect FILE`."]
     for result in results:
         failure = worst(result)
         if failure is not None:

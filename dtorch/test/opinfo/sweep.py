@@ -130,7 +130,7 @@ class Result:
     def status(self) -> str:
         """The worst that came of a layout."""
         found = {f.status for f in self.failures}
-        order = ("crashed", "hung", "wrong", "raised", "misplaced")
+        order = ("crashed", "hung", "wrong", "raised", "inexact", "misplaced")
         return next((s for s in order if s in found), "right" if self.tried else "skipped")
 
     @classmethod
@@ -217,7 +217,7 @@ def _sweep_call(
         report(where, result)
         outcome = check(layout, expected)
         if len(layout.mesh.devices) == 1:
-            if outcome.status == "wrong" and _varies(call, leaves, plan):
+            if outcome.status == "inexact" and _varies(call, leaves, plan):
                 expected = expected._replace(is_exact=False)
                 outcome = check(layout, expected)
             if not plan.backward and _is_random(call, leaves):
