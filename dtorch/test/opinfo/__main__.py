@@ -12,6 +12,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from .check import MODES
 from .layouts import MESHES
 from .pool import Pool
 from .report import expectation_lines, sums, table, worst
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", default="float32", help="the dtype of the inputs; float32 if not given")
     add("--backward", action="store_true", help="compare gradients")
     add("--variant", default="function", choices=["function", "inplace", "out"])
+    add("--mode", nargs="+", default=list(MODES), choices=MODES, help="how every call runs")
     add("--samples", type=int, help="how many samples of an entry")
     add("--layouts", type=int, help="how many layouts of a sample on a mesh")
     add("--seed", type=int, default=0, help="what the choice of samples and layouts depends on")
@@ -82,6 +84,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         backward=options.backward,
         variant=options.variant,
         seed=options.seed,
+        modes=tuple(options.mode),
     )
 
 

@@ -13,7 +13,7 @@ import dtorch
 
 from ...communication import summarize
 from ...errors import DataDependentError
-from ...placement import complete
+from ...placement import Replicate, complete
 from ...program import Program
 from ...tensor import Tensor
 from ...tree import flatten
@@ -25,6 +25,8 @@ SEED = 20
 Status = Literal["right", "data-dependent", "misplaced", "inexact", "raised", "wrong"]
 """From best to worst. Data-dependent: right eagerly, and `jit` raised `DataDependentError`.
 Misplaced: a gradient in another layout. Inexact: on one device, close but not equal."""
+Mode = Literal["eager", "jit"]
+MODES: tuple[Mode, ...] = ("eager", "jit")
 _ORDER: tuple[Status, ...] = get_args(Status)
 
 
@@ -61,7 +63,9 @@ def run(call: Callable[..., Any], arguments: Sequence[Any] = (), seed: int = SEE
         return flatten(call(*arguments))[0]
 
 
-def check_forward(call: Call, jitted: Any, layout: Layout, expected: Expected) -> Outcome:
+def check_forward(
+    call: Call, jitted: Any, layout: Layout, expected: Expected, modes: Sequence[Mode] = MODES
+) -> Outcome:
     """Runs a call in a layout and compares its results.
 
     On one device it runs twice, the second time out of the caches.
@@ -71,6 +75,7 @@ def check_forward(call: Call, jitted: Any, layout: Layout, expected: Expected) -
         jitted: The same, by `dtorch.jit`.
         layout: The layout of its tensors.
         expected: What it shall give.
+        modes: How it runs.
     """
     times = 2 if len(layout.mesh.devices) == 1 else 1
     program = _program(jitted, layout.spread(call.tensors))
@@ -81,17 +86,20 @@ def check_forward(call: Call, jitted: Any, layout: Layout, expected: Expected) -
         for _ in range(times):
             compare(run(function, layout.spread(call.tensors)), layout, expected)
 
-    outcome = _worst(lambda: attempt(call), lambda: attempt(jitted))
+    outcome = _worst(modes, lambda: attempt(call), lambda: attempt(jitted))
     return _measured(outcome, program, layout, call.tensors)
 
 
-def check_factory(call: Call, layout: Layout, expected: Expected) -> Outcome:
+def check_factory(
+    call: Call, layout: Layout, expected: Expected, modes: Sequence[Mode] = MODES
+) -> Outcome:
     """Makes a tensor in a layout by dtorch's factory and compares it.
 
     Args:
         call: A call of a factory.
         layout: The layout that the result shall have.
         expected: What it shall give.
+        modes: How it runs.
     """
     (wanted,) = layout.placements
 
@@ -105,18 +113,21 @@ def check_factory(call: Call, layout: Layout, expected: Expected) -> Outcome:
             raise WrongError(f"made in {leaves[0].placements}, not in {list(wanted)}")
 
     jitted = dtorch.jit(make)
-    outcome = _worst(lambda: attempt(make), lambda: attempt(jitted))
+    outcome = _worst(modes, lambda: attempt(make), lambda: attempt(jitted))
     made = [leaf for leaf in expected.leaves if isinstance(leaf, torch.Tensor)]
     return _measured(outcome, _program(jitted, ()), layout, made)
 
 
-def check_backward(call: Call, layout: Layout, expected: Expected) -> Outcome:
+def check_backward(
+    call: Call, layout: Layout, expected: Expected, modes: Sequence[Mode] = MODES
+) -> Outcome:
     """Runs a call in a layout and compares the gradients of its arguments.
 
     Args:
         call: The call.
         layout: The layout of its tensors.
         expected: The gradients, as `gradients` gives them.
+        modes: How it runs.
     """
     jitted = dtorch.jit(call)
     program = _program(_whole_backward(call), layout.spread(call.tensors))
@@ -127,12 +138,12 @@ def check_backward(call: Call, layout: Layout, expected: Expected) -> Outcome:
         tensors = _leaves_of_graph(call, layout.spread(call.tensors))
         grads = gradients(call, function, tensors)
         compare(grads, layout, expected)
-        sources = (t for t in tensors if t.requires_grad)
+        sources = [t for t in tensors if t.requires_grad] * 2
         for grad, source in zip(grads, sources, strict=True):
             if grad is not None and tuple(grad.placements) != complete(source.placements):
                 raise MisplacedError(f"{source.placements} has a gradient in {grad.placements}")
 
-    outcome = _worst(lambda: attempt(call), lambda: attempt(jitted))
+    outcome = _worst(modes, lambda: attempt(call), lambda: attempt(jitted))
     return _measured(outcome, program, layout, call.tensors)
 
 
@@ -143,7 +154,10 @@ def expected_gradients(call: Call) -> list[Any]:
 
 
 def gradients(call: Call, function: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
-    """Returns the gradients of the tensors that require grad, for a fixed random cotangent.
+    """Returns the gradients of the tensors that require grad, for two fixed cotangents.
+
+    The first is random. The second is one number, expanded without a copy, as the gradient of a
+    sum is: a backward pass may not take it to be contiguous.
 
     Args:
         call: The call, which says how its result becomes unique.
@@ -152,17 +166,31 @@ def gradients(call: Call, function: Callable[..., Any], tensors: Sequence[Any]) 
     """
     result = run(lambda *given: call.process(function(*given)), tensors)
     outs = [r for r in result if isinstance(r, torch.Tensor) and r.requires_grad]
+    if any(r.layout is not torch.strided for r in outs):
+        raise TypeError("a result is sparse")
     sources = [t for t in tensors if t.requires_grad]
     made = torch.Generator().manual_seed(SEED)
-    cotangents = [_cotangent(out, made) for out in outs]
-    return list(torch.autograd.grad(outs, sources, cotangents, allow_unused=True))
+    some = [_cotangent(out, made) for out in outs]
+    first = torch.autograd.grad(outs, sources, some, allow_unused=True, retain_graph=True)
+    second = torch.autograd.grad(outs, sources, list(map(_expanded, outs)), allow_unused=True)
+    return [*first, *second]
 
 
 def _cotangent(out: torch.Tensor, made: torch.Generator) -> torch.Tensor:
-    value = torch.randn(out.shape, dtype=out.dtype, generator=made)
+    return _like(out, torch.randn(out.shape, dtype=out.dtype, generator=made))
+
+
+def _expanded(out: torch.Tensor) -> torch.Tensor:
+    return _like(out, torch.tensor(0.75, dtype=out.dtype)).expand(out.shape)
+
+
+def _like(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A value in the layout of a result; on each device whole where it has fewer dims."""
     if not isinstance(out, Tensor):
         return value
-    return Tensor(value, device_mesh=out.device_mesh, placements=complete(out.placements))
+    whole = (Replicate(),) * out.device_mesh.ndim
+    placements = complete(out.placements) if value.ndim == out.ndim else whole
+    return Tensor(value, device_mesh=out.device_mesh, placements=placements)
 
 
 def _leaves_of_graph(call: Call, tensors: Sequence[Any]) -> list[Any]:
@@ -198,17 +226,12 @@ def _adds_over_devices(program: Program) -> bool:
 # -- outcomes ------------------------------------------------------------------------------
 
 
-def _worst(eager: Callable[[], None], jitted: Callable[[], None]) -> Outcome:
-    outcomes = [_attempt("eager", eager), _attempt("jit", jitted)]
-    first, second = outcomes
-    if first.status == "right" and second.status == "data-dependent":
-        return second
-    if second.status == "data-dependent":
-        return first
-    return max(outcomes, key=lambda o: _ORDER.index(o.status))
+def _worst(modes: Sequence[Mode], eager: Callable[[], None], jitted: Callable[[], None]) -> Outcome:
+    ways: dict[Mode, Callable[[], None]] = {"eager": eager, "jit": jitted}
+    return max((_attempt(m, ways[m]) for m in modes), key=lambda o: _ORDER.index(o.status))
 
 
-def _attempt(how: str, function: Callable[[], None]) -> Outcome:
+def _attempt(how: Mode, function: Callable[[], None]) -> Outcome:
     try:
         function()
     except WrongError as error:

@@ -18,7 +18,9 @@ import dtorch
 
 from . import entries
 from .check import (
+    MODES,
     SEED,
+    Mode,
     Outcome,
     check_backward,
     check_factory,
@@ -43,6 +45,7 @@ class Plan:
         backward: Compare gradients instead of results.
         variant: The function itself, its in-place variant, or the function with ``out=``.
         seed: What all choices depend on.
+        modes: How every call runs.
     """
 
     dtype: str = "float32"
@@ -52,6 +55,7 @@ class Plan:
     backward: bool = False
     variant: Variant = "function"
     seed: int = 0
+    modes: tuple[Mode, ...] = MODES
 
     def to_json(self) -> str:
         """Returns the plan as text."""
@@ -61,7 +65,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Returns the plan of such a text."""
         values = json.loads(text)
-        return cls(**values | {"meshes": tuple(values["meshes"])})
+        return cls(**values | {k: tuple(values[k]) for k in ("meshes", "modes")})
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -227,11 +231,11 @@ def _sweep_call(
 
 def _checker(call: Call, plan: Plan) -> Callable[[Layout, Expected], Outcome]:
     if call.is_factory:
-        return lambda layout, expected: check_factory(call, layout, expected)
+        return lambda layout, expected: check_factory(call, layout, expected, plan.modes)
     if plan.backward:
-        return lambda layout, expected: check_backward(call, layout, expected)
+        return lambda layout, expected: check_backward(call, layout, expected, plan.modes)
     jitted = dtorch.jit(call)
-    return lambda layout, expected: check_forward(call, jitted, layout, expected)
+    return lambda layout, expected: check_forward(call, jitted, layout, expected, plan.modes)
 
 
 def _layouts(op: Any, call: Call, leaves: list[Any], plan: Plan) -> Iterator[Layout]:
