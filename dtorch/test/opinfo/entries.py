@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ...factories import NAMES as FACTORIES
+from ... import factories
 from ...tree import flatten, unflatten
 
 Variant = Literal["function", "inplace", "out"]
@@ -219,7 +219,7 @@ def _call(op: Any, number: int, sample: Any, variant: Variant) -> Call | None:
 
 
 def _factory(op: Any, number: int, sample: Any, variant: Variant) -> Call | None:
-    if op.full_name not in FACTORIES or variant != "function":
+    if not hasattr(factories, op.full_name) or variant != "function":
         return None
     kwargs = {k: v for k, v in sample.kwargs.items() if k != "device"}
 
