@@ -1,38 +1,57 @@
-"""Which tensors share a storage in PyTorch's sense: a write to one must not be lost on another."""
+"""Which tensors share a storage in PyTorch's sense: a write to one has to be seen by the others.
+
+A tensor is the whole storage, or a view of it along a path of view operations. Shards are not
+shared: after a write the storage is put together anew, and what else shares it is made again.
+"""
 
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
+from .runtime import Shards
+from .spec import Spec
 from .tensor import Tensor
+
+Path = tuple[Any, ...]
+"""The view operations, `symbolic.ViewStep`s, from a storage to a tensor; empty for all of it."""
 
 
 class AliasGroup:
-    """The tensors that share one storage in PyTorch's sense, held weakly."""
+    """The tensors that share one storage in PyTorch's sense, held weakly.
 
-    def __init__(self) -> None:
-        self._members: list[tuple[weakref.ref[Tensor], bool]] = []
+    Args:
+        whole: The storage itself, as the spec and the shards of a tensor; None where nobody has
+            it, as with two views of what a jitted function did not return.
+    """
+
+    def __init__(self, whole: tuple[Spec, Shards] | None) -> None:
+        self.whole = whole
+        self._members: dict[int, tuple[weakref.ref[Tensor], Path]] = {}
         self._limit = 8
 
-    def add(self, tensor: Tensor, is_whole: bool) -> None:
-        """Adds a tensor, and whether it is the whole storage rather than a view of it."""
+    def add(self, tensor: Tensor, path: Path) -> None:
+        """Adds a tensor, and where it is in the storage."""
         if len(self._members) >= self._limit:
-            self._members = [m for m in self._members if m[0]() is not None]
+            self._drop_the_dead()
             self._limit = 2 * len(self._members) + 8
-        self._members.append((weakref.ref(tensor), is_whole))
+        self._members[id(tensor)] = weakref.ref(tensor), path
         tensor._aliases = self
 
     def remove(self, tensor: Tensor) -> None:
         """Takes out a tensor that now has another storage."""
-        self._members = [m for m in self._members if m[0]() is not tensor]
+        self._members.pop(id(tensor), None)
         tensor._aliases = None
 
-    def others(self, tensor: Tensor) -> list[tuple[Tensor, bool]]:
-        """Returns the other living members, and whether each is whole."""
-        living = [(r(), r, whole) for r, whole in self._members]
-        self._members = [(r, whole) for t, r, whole in living if t is not None]
-        return [(t, whole) for t, _, whole in living if t is not None and t is not tensor]
+    def others(self, tensor: Tensor) -> list[tuple[Tensor, Path]]:
+        """Returns the other living members, and where each is in the storage."""
+        self._drop_the_dead()
+        living = ((reference(), path) for reference, path in self._members.values())
+        return [(t, path) for t, path in living if t is not None and t is not tensor]
 
-    def is_whole(self, tensor: Tensor) -> bool:
-        """Returns whether a member is the whole storage."""
-        return any(whole for r, whole in self._members if r() is tensor)
+    def path_of(self, tensor: Tensor) -> Path:
+        """Returns where a member is in the storage."""
+        return self._members[id(tensor)][1]
+
+    def _drop_the_dead(self) -> None:
+        self._members = {k: m for k, m in self._members.items() if m[0]() is not None}

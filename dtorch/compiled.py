@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import generator
-from .aliases import AliasGroup
+from .aliases import AliasGroup, Path
 from .arguments import Arguments
 from .errors import DTorchError, MutationError
 from .parts import place_parts
@@ -41,12 +41,12 @@ class Output:
         item: The program output's index, the leaf's or the result's number, the expression, or
             the object.
         leaf: For ``"alias"`` and ``"sibling"``, the leaf, captured tensor or result whose storage
-            it shares, and whether it is all of it.
+            it shares, and its path in that storage.
     """
 
     kind: str
     item: Any
-    leaf: tuple[int | Tensor, bool] | None = None
+    leaf: tuple[int | Tensor, Path] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -102,10 +102,10 @@ class Compiled:
             leaves[leaf]._reduced = values[output]
         for output, source in self.mutated:  # after it: a target may be among the reduced
             target = leaves[source.item] if source.kind == "leaf" else source.item
-            _rebind(target, values[output])
+            changed = _rebind(target, values[output])
             # Below autograd, PyTorch has counted the change itself, if it counts it at all.
             if not below_autograd:
-                torch.autograd.graph.increment_version(target)
+                torch.autograd.graph.increment_version(changed)
         results: list[Any] = []
         for output in self.outputs:
             results.append(self._result(output, leaves, values, results))
@@ -168,17 +168,17 @@ class Compiled:
             return evaluate(output.item, leaves)
         if output.kind == "alias":
             assert output.leaf is not None
-            owner, is_whole = output.leaf
+            owner, path = output.leaf
             base = owner if isinstance(owner, Tensor) else leaves[owner]
-            return link(base, values[output.item], is_whole)
+            return link(base, values[output.item], path)
         if output.kind == "sibling":
             assert output.leaf is not None
-            first, is_whole = output.leaf
-            return link(before[first], values[output.item], is_whole)
+            first, path = output.leaf
+            return link(before[first], values[output.item], path)
         if output.kind == "again":
             return before[output.item]
         if output.kind == "part":
-            AliasGroup().add(values[output.item], False)
+            AliasGroup(None).add(values[output.item], ())
             return values[output.item]
         return output.item
 
@@ -266,23 +266,12 @@ def _check_writable(target: torch.Tensor) -> None:
             "dtorch.Tensor first."
         )
     group = target._aliases
-    others = [] if group is None else group.others(target)
-    if group is None or not others:
-        return
-    if not group.is_whole(target):
+    if group is not None and group.whole is None and group.others(target):
         raise MutationError(
-            f"an in-place call on a view (shape {list(target.shape)}) would have to change the "
-            "tensor that it is a view of.\n  Fix: index the base in the same call "
-            "(x[i] = value), or use a functional form such as torch.select_scatter, "
-            "torch.slice_scatter or torch.where."
+            f"an in-place call on a view (shape {list(target.shape)}) may have to change another "
+            "view of the same tensor, which a jitted function has not returned.\n"
+            "  Fix: return that tensor too, or clone() the view."
         )
-    for other, is_whole in others:
-        if not is_whole:
-            raise MutationError(
-                f"an in-place call on a tensor of shape {list(target.shape)} would have to "
-                f"change a view of it (shape {list(other.shape)}) that is still in use.\n"
-                "  Fix: clone() the view, drop it first, or use the functional form."
-            )
 
 
 def _check_unaliased(target: Tensor, others: Sequence[Any]) -> None:
@@ -297,27 +286,47 @@ def _check_unaliased(target: Tensor, others: Sequence[Any]) -> None:
             )
 
 
-def _in_layout(value: Tensor, spec: Spec) -> Tensor:
+def _rebind(target: Tensor, value: Tensor) -> list[Tensor]:
+    """Gives a tensor, and every other that shares its storage, a new value; returns them."""
+    group = target._aliases
+    others = [] if group is None else group.others(target)
+    if group is None or not others:
+        _give(target, value)
+        if group is not None:  # that of a view is put together no more: nobody sees it
+            whole = group.whole is not None and not group.path_of(target)
+            group.whole = (target._spec, target._shards) if whole else None
+        return [target]
+    assert group.whole is not None
+    path = group.path_of(target)
+    storage = Tensor._of(*group.whole)
+    storage = EntryPoints.put_back(storage, path, value) if path else _in_layout(value, storage)
+    changed = [(t, EntryPoints.follow(storage, p) if p else storage) for t, p in others]
+    _give(target, value)
+    group.whole = storage._spec, storage._shards
+    for tensor, now in changed:
+        _give(tensor, now)
+    return [target, *(t for t, _ in others)]
+
+
+def _give(tensor: Tensor, value: Tensor) -> None:
+    moved = _in_layout(value, tensor)
+    tensor._shards, tensor._reduced = moved._shards, None if moved is value else value
+
+
+def _in_layout(value: Tensor, other: Tensor) -> Tensor:
+    """A value in the layout of another, which may differ where one was made of a reduced one."""
+    spec = other._spec
+    if value._spec.mesh == spec.mesh and value._spec.placements == spec.placements:
+        return value
     with torch.no_grad():
         return EntryPoints.redistribute(value, spec.mesh, spec.placements)
 
 
-def _rebind(target: Tensor, value: Tensor) -> None:
-    """Gives a tensor, and every other that is the same storage, a new value."""
-    same = [target]
-    if target._aliases is not None:
-        same += [t for t, is_whole in target._aliases.others(target) if is_whole]
-    for tensor in same:
-        spec = tensor._spec  # that of an alias may differ: it was made of the reduced value
-        fits = spec.placements == value._spec.placements
-        tensor._shards = (value if fits else _in_layout(value, spec))._shards
-        tensor._reduced = None if fits else value
-
-
-def link(base: Tensor, view: Tensor, is_whole: bool) -> Tensor:
-    """Remembers that a tensor shares the storage of another."""
-    if base._aliases is None:
-        AliasGroup().add(base, True)
-    assert base._aliases is not None
-    base._aliases.add(view, is_whole and base._aliases.is_whole(base))
+def link(base: Tensor, view: Tensor, path: Path) -> Tensor:
+    """Remembers that a tensor shares the storage of another, and how it is a view of it."""
+    group = base._aliases
+    if group is None:
+        group = AliasGroup((base._spec, base._shards))
+        group.add(base, ())
+    group.add(view, (*group.path_of(base), *path))
     return view

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import gradients, memo
+from .aliases import Path
 from .arguments import Arguments, mesh_of
 from .cache import Cache, CacheInfo, lookup
 from .compiled import Compiled, link
@@ -35,6 +36,7 @@ from .tensor import (
     place,
 )
 from .tracer import current
+from .tracing_modes import replaying_views
 from .tree import flatten, unflatten
 
 _eager_cache = Cache()
@@ -147,16 +149,33 @@ def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs) if substitute is None else substitute(*args, **kwargs)
 
 
-def _refuse_reach_beyond(func: Any, leaves: list[Any]) -> None:
-    """Refuses to read a storage through one of its views: dtorch has no more than the view."""
+class _OnView(NamedTuple):
+    """A function of the storage that a view is in, called on the view."""
+
+    function: Any
+    path: Path
+
+    def __call__(self, storage: SymbolicTensor, *args: Any, **kwargs: Any) -> Any:
+        return self.function(storage._tracer.view_along(storage, self.path), *args, **kwargs)
+
+
+def _in_its_storage(func: Any, leaves: list[Any]) -> tuple[Any, list[Any]]:
+    """Returns a call that reads the storage of a view as one on the storage."""
     base = leaves[0] if leaves else None
-    if func not in _STORAGE_FUNCTIONS or not isinstance(base, Tensor):
-        return
-    if base._aliases is not None and not base._aliases.is_whole(base):
+    if func not in _STORAGE_FUNCTIONS or not isinstance(base, Tensor) or base._aliases is None:
+        return func, leaves
+    group = base._aliases
+    path = group.path_of(base)
+    if group.whole is None:
         raise MutationError(
             f"as_strided of a view (shape {list(base.shape)}) reads the storage of its base, which "
-            "a distributed view does not have.\n  Fix: call it on the base, or clone() the view."
+            "is gone.\n  Fix: call it on the base, or clone() the view."
         )
+    if not path:
+        return func, leaves
+    storage = Tensor._of(*group.whole)
+    group.add(storage, ())
+    return _OnView(func, path), [storage, *leaves[1:]]
 
 
 _STORAGE_FUNCTIONS = {
@@ -174,8 +193,8 @@ def _with_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     mesh = mesh_of(leaves)
     leaves = [as_distributed(leaf, mesh) for leaf in leaves]
     args, kwargs = unflatten(treespec, leaves)
-    substitute = gradients.EAGER_SUBSTITUTES.get(func)
-    with torch._C.DisableTorchFunctionSubclass():
+    substitute = gradients.SUBSTITUTES.get(func)
+    with torch._C.DisableTorchFunctionSubclass(), replaying_views():
         if substitute is not None:
             return substitute(*args, **kwargs)
         return func(*args, **kwargs)
@@ -214,7 +233,7 @@ def _set_data(target: Tensor, value: Any) -> None:
     if target._aliases is not None:
         target._aliases.remove(target)
     target._shards, target._reduced = moved._shards, None
-    link(value, target, True)
+    link(value, target, ())
 
 
 def run_traced(function: Callable[..., Any], args: tuple[Any, ...], mesh: DeviceMesh) -> Any:
@@ -239,7 +258,7 @@ def _run_eagerly(
     call: memo.NamedCall | None = None,
 ) -> Any:
     check_not_on_worker("calling a torch function")
-    _refuse_reach_beyond(func, leaves)
+    func, leaves = _in_its_storage(func, leaves)
     dynamic = (float, int) if isinstance(func, _BUILTIN) else (float,)
     arguments = Arguments(leaves, dynamic, mesh)
     key = (func, treespec, arguments.key, settings())
@@ -389,6 +408,45 @@ def _move(source: Any, mesh: DeviceMesh, placements: Placements) -> Any:
     return tracer.wrap(tracer.builder.move(tracer.read(source), mesh, placements))
 
 
+# -- writes through views --------------------------------------------------------------------
+
+
+class _Follow(NamedTuple):
+    """From a storage to a view of it, as a function."""
+
+    path: Path
+
+    def __call__(self, storage: SymbolicTensor) -> SymbolicTensor:
+        tracer = storage._tracer
+        return tracer.wrap(tracer.follow(storage._storage, self.path))
+
+
+class _PutBack(NamedTuple):
+    """A storage with a new value in the place of a view, as a function."""
+
+    path: Path
+
+    def __call__(self, storage: SymbolicTensor, value: SymbolicTensor) -> SymbolicTensor:
+        tracer = storage._tracer
+        return tracer.wrap(tracer.put_back(storage._storage, self.path, tracer.read(value)))
+
+
+_follow, _put_back = functools.lru_cache(4096)(_Follow), functools.lru_cache(4096)(_PutBack)
+
+
+def _run_whole(function: Any, *tensors: Tensor) -> Tensor:
+    """Runs a function of whole tensors, of which autograd knows nothing."""
+    call = memo.NamedCall(function, tensors, {})
+    with torch.no_grad():
+        result = _operations.call(*call)
+        if result is memo.MISSED:
+            leaves, treespec = flatten((tensors, {}))
+            result = _run_eagerly(function, leaves, treespec, below_autograd=True, call=call)
+    return result
+
+
+EntryPoints.follow = lambda storage, path: _run_whole(_follow(path), storage)
+EntryPoints.put_back = lambda storage, path, value: _run_whole(_put_back(path), storage, value)
 EntryPoints.function = call_function
 EntryPoints.operation = call_operation
 EntryPoints.redistribute = redistribute
@@ -461,7 +519,7 @@ def _install_methods(cached: Callable[..., Any]) -> None:
 
 def _install_native() -> None:
     """Puts the C++ caches before torch's functions on a `Tensor`."""
-    substitutes = dict(gradients.EAGER_SUBSTITUTES)
+    substitutes = dict(gradients.SUBSTITUTES)
     special = {*_OWN, *gradients.DIRECT_SUBSTITUTES, _DATA_SETTER}
     NATIVE.install_entrances(
         _calls, call_function, _operations, call_operation, substitutes, special

@@ -14,7 +14,7 @@ import torch
 
 from .custom_ops import fold_mm
 from .placement import complete
-from .tensor import EntryPoints, Tensor
+from .tensor import Tensor
 
 aten = torch.ops.aten
 
@@ -107,42 +107,6 @@ def _is_autocast(tensor: torch.Tensor) -> bool:
     return torch.is_autocast_enabled(tensor.device.type)
 
 
-class SetItem(torch.autograd.Function):
-    """A copy of a tensor with ``copy[index] = value``."""
-
-    @staticmethod
-    def forward(ctx: Any, target: Any, index: Any, value: Any) -> Any:
-        ctx.index = index
-        ctx.value_shape = value.shape if isinstance(value, torch.Tensor) else None
-        result = target.detach().clone()
-        _assign(result, index, value)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,) = grads
-        grad_target = grad_value = None
-        if ctx.needs_input_grad[0]:
-            kept = torch.ones_like(grad)
-            _assign(kept, ctx.index, 0)
-            grad_target = torch.where(kept.bool(), grad, 0)
-        if ctx.value_shape is not None and ctx.needs_input_grad[2]:
-            picked = grad[ctx.index]
-            extra = max(len(ctx.value_shape) - picked.ndim, 0)
-            grad_value = picked.sum_to_size(ctx.value_shape[extra:]).reshape(ctx.value_shape)
-        return grad_target, None, grad_value
-
-
-def _assign(target: Any, index: Any, value: Any) -> None:
-    """Assigns as one whole call, also where PyTorch has turned off tensor subclasses' own calls."""
-    EntryPoints.function(torch.Tensor.__setitem__, (target, index, value), {})
-
-
-def _set_item(target: torch.Tensor, index: Any, value: Any) -> None:
-    """Assigns through a function of the whole, since PyTorch would write through a view."""
-    target.copy_(SetItem.apply(target, index, value))
-
-
 def in_layout_of(gradient: Any, owner: Any) -> Any:
     """Returns a gradient in the layout of what it belongs to, `Replicate` in place of `Partial`."""
     if not (isinstance(gradient, Tensor) and isinstance(owner, Tensor)):
@@ -171,10 +135,6 @@ SUBSTITUTES: dict[Any, Callable[..., torch.Tensor]] = {
 
 DIRECT_SUBSTITUTES: dict[Any, Callable[..., Any]] = {torch.autograd.grad: _gradients}
 """What to call in place of a function that does not compute with its arguments."""
-
-
-EAGER_SUBSTITUTES = SUBSTITUTES | {torch.Tensor.__setitem__: _set_item}
-"""The same outside of a trace, where views of views have no exact meaning."""
 
 
 def requires_grad(args: tuple[Any, ...]) -> bool:

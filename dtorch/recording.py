@@ -157,10 +157,10 @@ def _output(tracer: Tracer, item: Any, values: list[int]) -> Output:
 def _alias_output(tracer: Tracer, symbol: SymbolicTensor, output: int) -> Output:
     for tensor, value in tracer.arguments:
         if tensor._storage is symbol._storage:
-            return Output("alias", output, (_leaf_of(tracer, value), not symbol._path))
+            return Output("alias", output, (_leaf_of(tracer, value), symbol._path))
     for tensor, _, captured in tracer.captures:
         if tensor._storage is symbol._storage:
-            return Output("alias", output, (captured, not symbol._path))
+            return Output("alias", output, (captured, symbol._path))
     return Output("value", output)
 
 
@@ -186,7 +186,7 @@ def _outputs(tracer: Tracer, found: Sequence[Any], values: list[int]) -> tuple[O
 def _shared(output: Output, item: SymbolicTensor, first: dict[Storage, int], number: int) -> Output:
     at = first.setdefault(item._storage, number)
     if at != number:
-        return Output("sibling", output.item, (at, not item._path))
+        return Output("sibling", output.item, (at, item._path))
     return output if not item._path else Output("part", output.item)
 
 

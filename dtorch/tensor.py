@@ -34,6 +34,8 @@ class EntryPoints:
     function: Callable[..., Any]
     operation: Callable[..., Any]
     redistribute: Callable[..., Any]
+    put_back: Callable[..., Any]
+    follow: Callable[..., Any]
 
 
 _GRAD: Any = torch.Tensor.grad

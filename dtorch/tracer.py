@@ -42,7 +42,7 @@ from .spec import Spec
 from .strictness import is_strict
 from .symbolic import Storage, SymbolicTensor, ViewStep
 from .tensor import Tensor, wrapper
-from .tracing_modes import DispatchMode, FunctionMode, compiling
+from .tracing_modes import DispatchMode, FunctionMode, compiling, replaying_views
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -113,6 +113,7 @@ class Tracer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_lock)
             stack.enter_context(compiling())
+            stack.enter_context(replaying_views())
             stack.enter_context(FunctionMode(self))
             stack.enter_context(self._mode)
             if not self.with_autograd:
@@ -164,15 +165,16 @@ class Tracer:
 
     def read(self, tensor: SymbolicTensor) -> int:
         """Returns the number of a symbolic tensor's present value."""
-        return self._follow(tensor._storage, tensor._path)
+        return self.follow(tensor._storage, tensor._path)
 
-    def _follow(self, storage: Storage, path: tuple[ViewStep, ...]) -> int:
+    def follow(self, storage: Storage, path: tuple[ViewStep, ...]) -> int:
+        """Returns the number of the present value of a view."""
         if not path:
             return storage.value
         value = storage.cache.get(path)
         if value is None:
             step = path[-1]
-            base = self._follow(storage, path[:-1])
+            base = self.follow(storage, path[:-1])
             results = self.builder.apply(step.op, (Ref(base), *step.args), step.kwargs)
             value = flattened(results)[step.output]
             storage.cache[path] = value
@@ -191,18 +193,21 @@ class Tracer:
                 f"{list(found)}, which a distributed tensor cannot do.\n"
                 "  Fix: use the functional form, or an out= tensor of the result's shape."
             )
-        value = self._cast(value, tensor.dtype)
+        storage.write(self.put_back(storage, path, self._cast(value, tensor.dtype)))
+        if path:
+            self.read(tensor)
+
+    def put_back(self, storage: Storage, path: tuple[ViewStep, ...], value: int) -> int:
+        """Returns the number of a storage's value with a new one in the place of a view."""
         for depth in range(len(path) - 1, -1, -1):
-            base = self._follow(storage, path[:depth])
+            base = self.follow(storage, path[:depth])
             value = functionalization.put_back(self.builder, path[depth], base, value)
         layout = self.builder.specs[storage.value]
         value = self._with_bits(value, layout)
         if self.builder.specs[value].stride != layout.stride:
-            base = Ref(storage.value)
-            (value,) = self.builder.apply(aten.copy.default, (base, Ref(value)), {})
-        storage.write(self.builder.move(value, layout.mesh, layout.placements))
-        if path:
-            self.read(tensor)
+            whole = Ref(storage.value)
+            (value,) = self.builder.apply(aten.copy.default, (whole, Ref(value)), {})
+        return self.builder.move(value, layout.mesh, layout.placements)
 
     def _with_bits(self, value: int, wanted: Spec) -> int:
         """The same value with the conj and neg bits of what it is stored in."""
@@ -416,6 +421,13 @@ class Tracer:
             offset = base._offset + metas[number].offset
             views.append(self.wrap(value, base._storage, (*base._path, step), offset))
         return views if _returns_list(op) else views[0]
+
+    def view_along(self, tensor: SymbolicTensor, path: tuple[ViewStep, ...]) -> SymbolicTensor:
+        """Returns the view that a path leads to."""
+        for step in path:
+            found = self._view(step.op, (tensor, *step.args), step.kwargs)
+            tensor = found[step.output] if isinstance(found, list) else found
+        return tensor
 
     def _by_place_in_memory(
         self, view: SymbolicTensor, size: Any, stride: Any, storage_offset: Any = None

@@ -99,6 +99,17 @@ def asks_for_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 @contextlib.contextmanager
+def replaying_views() -> Iterator[None]:
+    """Lets autograd write through a view by its operations: a wrapper has no strided memory."""
+    before = torch._C._is_view_replay_enabled()
+    torch._C._set_view_replay_enabled(True)
+    try:
+        yield
+    finally:
+        torch._C._set_view_replay_enabled(before)
+
+
+@contextlib.contextmanager
 def compiling() -> Iterator[None]:
     """Makes `torch.compiler.is_compiling()` true: model code then takes its traceable path."""
     before = torch.compiler._is_compiling_flag

@@ -10,6 +10,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
+#include <c10/core/AutogradState.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
@@ -331,7 +332,7 @@ struct Entry {
   std::vector<std::pair<int, int>> reduced;   // an output that is a partial leaf, reduced
   int written = -1, written_leaf = -1;        // the output that is the new value of a leaf
   bool counts_writes = false;                 // whether that is a new version of the leaf
-  std::vector<std::tuple<int, int, bool>> links;  // a result that aliases a leaf, or all of it
+  std::vector<std::tuple<int, int, py::object>> links;  // a result that is a view of a leaf
   py::object link;                                // what makes it so
   py::object unflatten;      // none where the result is one leaf
 };
@@ -468,8 +469,8 @@ class CallCache {
       entry.counts_writes = !below_;
     }
     for (const auto& link : py::list(made["links"])) {
-      auto [result, leaf, whole] = py::cast<std::tuple<int, int, bool>>(link);
-      entry.links.push_back({result, place.at(leaf), whole});
+      auto [result, leaf, path] = py::cast<std::tuple<int, int, py::object>>(link);
+      entry.links.push_back({result, place.at(leaf), path});
     }
     entry.link = made["link"];
     entry.unflatten = made["unflatten"];
@@ -532,7 +533,7 @@ class CallCache {
       partial.emplace_back(output, py::reinterpret_borrow<py::object>(key.leaves[leaf]));
     }
     c10::SmallVector<py::object, 1> linked;
-    for (auto [result, leaf, whole] : entry->links) {
+    for (const auto& [result, leaf, path] : entry->links) {
       linked.push_back(py::reinterpret_borrow<py::object>(key.leaves[leaf]));
     }
     py::object reduced_before;
@@ -558,8 +559,8 @@ class CallCache {
     }
     submit(std::move(call));
     for (size_t i = 0; i < linked.size(); i++) {
-      auto [result, leaf, whole] = entry->links[i];
-      entry->link(linked[i], results[result], whole);
+      const auto& [result, leaf, path] = entry->links[i];
+      entry->link(linked[i], results[result], path);
     }
     if (entry->unflatten.is_none()) return results[0];
     py::list listed(results.size());
@@ -599,12 +600,16 @@ PyObject* substitutes = nullptr;  // a dict: what autograd records in place of a
 PyObject* only_python = nullptr;  // a set of functions that Python treats specially
 
 // While it lives, torch functions on our tensors go straight to autograd and the operations below.
+// Autograd then writes through a view by its operations: a wrapper has no strided memory.
 struct WithoutTorchFunction {
+  bool replays = c10::AutogradState::get_tls_state().get_view_replay_enabled();
   WithoutTorchFunction() {
+    c10::AutogradState::get_tls_state().set_view_replay_enabled(true);
     at::impl::PythonTorchFunctionTLS::set_disabled_state(
         at::impl::TorchFunctionDisabledState::SUBCLASSES_DISABLED);
   }
   ~WithoutTorchFunction() {
+    c10::AutogradState::get_tls_state().set_view_replay_enabled(replays);
     at::impl::PythonTorchFunctionTLS::set_disabled_state(
         at::impl::TorchFunctionDisabledState::ENABLED);
   }
