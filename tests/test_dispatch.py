@@ -408,27 +408,48 @@ def test_index_assignment_sets_the_global_element() -> None:
         lambda t: t.unsqueeze(0),
         lambda t: t.chunk(2)[0],
         lambda t: t.detach()[1:],
-        lambda t: t.expand(3, 4),
         lambda t: t.unbind()[0],
         lambda t: t.as_strided((2,), (1,)),
         lambda t: t[1:][1:],
     ],
 )
-def test_mutation_through_a_view_raises_and_changes_nothing(view: Callable[..., Any]) -> None:
-    x = sharded(torch.arange(4.0))
-    v = view(x)
-    with pytest.raises(
-        MutationError, match=r"an in-place call on a view .*\n  Fix: index the base"
-    ):
-        v.add_(1)
-    with pytest.raises(MutationError, match="would have to change a view of it"):
+def test_writes_through_a_view_and_its_base_are_seen_by_both(view: Callable[..., Any]) -> None:
+    def values(x: Any) -> list[Any]:
+        v = view(x)
+        found = []
+        for write in (
+            lambda x, v: v.add_(1),
+            lambda x, v: x.mul_(2),
+            lambda x, v: v.fill_(3),
+            lambda x, v: x.__setitem__(-1, 7),
+            lambda x, v: torch.neg(v, out=v),
+        ):
+            write(x, v)
+            found += [x.tolist(), v.tolist()]
+        del v
         x.add_(1)
-    with pytest.raises(MutationError, match="view"):
-        v.fill_(3)
-    assert x.tolist() == [0, 1, 2, 3]
-    del v
+        return [*found, x.tolist()]
+
+    for _ in range(3):
+        assert values(sharded(torch.arange(4.0))) == values(torch.arange(4.0))
+
+
+def test_an_expanded_view_is_not_written_to() -> None:
+    x = sharded(torch.arange(4.0))
+    v = x.expand(3, 4)
+    with pytest.raises(RuntimeError, match="writing through the view made by aten.expand"):
+        v.add_(1)
     x.add_(1)
-    assert x.tolist() == [1, 2, 3, 4]
+    assert v.tolist() == [[1, 2, 3, 4]] * 3
+
+
+def test_a_failed_write_through_a_view_fails_all_that_share_its_storage() -> None:
+    x = dtorch.zeros(4, dtype=torch.int64, device_mesh=TWO, placements=[dtorch.Shard(0)])
+    view, other = x[1:], x[:1]
+    view.copy_(torch.ones(3, dtype=torch.int64) // dtorch.zeros(3, dtype=torch.int64))
+    for tensor in (view, x, other):
+        with pytest.raises(dtorch.errors.WorkerError, match="ZeroDivisionError"):
+            tensor.to_torch()
 
 
 def test_a_view_that_nobody_else_sees_may_be_written() -> None:
@@ -546,12 +567,18 @@ def test_what_pytorch_refuses_raises_at_the_call(call: Callable[..., Any]) -> No
             wrap(lambda v: dtorch.Tensor(v, device_mesh=TWO))
 
 
-def test_as_strided_does_not_reach_beyond_a_view() -> None:
+def test_as_strided_of_a_view_reads_the_storage() -> None:
     x = dtorch.arange(6)
     assert x.as_strided((2,), (1,), 1).tolist() == [1, 2]
     view = x[1:]
+    assert view.as_strided((2,), (2,)).tolist() == [1, 3]
+    reached = view.as_strided((2,), (1,), 0)
+    reached.fill_(9)
+    assert (x.tolist(), view.tolist()) == ([9, 9, 2, 3, 4, 5], [9, 2, 3, 4, 5])
+    alone = dtorch.arange(6)[1:]
+    alone.add_(1)  # nobody sees the rest any more
     with pytest.raises(dtorch.errors.MutationError, match="reads the storage of its base"):
-        view.as_strided((2,), (1,), 0)
+        alone.as_strided((2,), (1,), 0)
 
 
 def test_a_kernel_that_contradicts_shape_inference_raises() -> None:
