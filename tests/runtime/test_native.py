@@ -268,6 +268,36 @@ def test_a_collection_in_the_middle_of_a_call() -> None:
         gc.set_threshold(*before)
 
 
+@native
+@pytest.mark.parametrize("call", [lambda x: x * x, lambda x: x.add_(1)])
+def test_a_value_is_seen_once_its_program_is_queued(call: Callable[..., Any]) -> None:
+    def make() -> dtorch.Tensor:
+        return dtorch.Tensor(torch.ones(4), device_mesh=TWO, placements=[Partial()])
+
+    for _ in range(2):
+        call(make())
+        _ = make() + 0
+    x = make()
+    seen: list[dtorch.Tensor] = []
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and len(seen) < 9:
+            seen.append(x + 0)
+
+    threshold = gc.get_threshold()
+    for turn in range(20):  # collections at every place of the call
+        x = make()
+        seen.clear()
+        gc.callbacks.append(look)
+        gc.set_threshold(1 + turn)
+        try:
+            call(x)
+        finally:
+            gc.set_threshold(*threshold)
+            gc.callbacks.remove(look)
+        assert all(value.tolist() in ([1.0] * 4, [2.0] * 4) for value in seen)
+
+
 def test_the_entry_point_takes_what_a_subclass_may_hand_on() -> None:
     x = dtorch.ones(2)
     enter: Any = dtorch.Tensor.__torch_function__

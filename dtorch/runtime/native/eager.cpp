@@ -536,14 +536,17 @@ class CallCache {
     for (const auto& [result, leaf, path] : entry->links) {
       linked.push_back(py::reinterpret_borrow<py::object>(key.leaves[leaf]));
     }
-    py::object reduced_before;
+    // From here on Python may run other code (a collection), which uses the encoder too, and other
+    // threads, which must see no value whose program is not yet queued: theirs would come before it.
+    py::object written, reduced_before;
+    if (target) written = py::reinterpret_borrow<py::object>(key.leaves[entry->written_leaf]);
+    call->site = user_site();
+    submit(call);
     if (target) {
       target->shards = call->outputs[entry->written];
       reduced_before = py::reinterpret_steal<py::object>(std::exchange(target->reduced, nullptr));
       if (entry->counts_writes) target->bump_version();
     }
-    // From here on Python may run other code (a collection), which uses the encoder too.
-    call->site = user_site();
     size_t next = 0;
     for (auto [is_output, number] : entry->results) {
       if (is_output) {
@@ -557,7 +560,6 @@ class CallCache {
       py::object complete = wrap(*entry->forms[output], call->outputs[output], tensor_type);
       leaf.attr("_reduced") = complete;
     }
-    submit(std::move(call));
     for (size_t i = 0; i < linked.size(); i++) {
       const auto& [result, leaf, path] = entry->links[i];
       entry->link(linked[i], results[result], path);
