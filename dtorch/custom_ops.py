@@ -14,7 +14,7 @@ _library.define("fold_mm(Tensor left, Tensor right) -> Tensor")
 
 
 def _fold_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return torch.mm(left.reshape(-1, left.shape[-1]).t(), right.reshape(-1, right.shape[-1]))
+    return torch.mm(left.flatten(0, -2).t(), right.flatten(0, -2))
 
 
 _library.impl("fold_mm", _fold_mm, "CompositeImplicitAutograd")

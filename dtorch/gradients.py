@@ -14,7 +14,7 @@ import torch
 
 from .custom_ops import fold_mm
 from .placement import complete
-from .tensor import Tensor
+from .tensor import Tensor, place
 
 aten = torch.ops.aten
 
@@ -109,9 +109,12 @@ def _is_autocast(tensor: torch.Tensor) -> bool:
 
 def in_layout_of(gradient: Any, owner: Any) -> Any:
     """Returns a gradient in the layout of what it belongs to, `Replicate` in place of `Partial`."""
-    if not (isinstance(gradient, Tensor) and isinstance(owner, Tensor)):
+    if not (isinstance(gradient, torch.Tensor) and isinstance(owner, Tensor)):
         return gradient
-    return gradient.redistribute(owner.device_mesh, complete(owner.placements))
+    layout = owner.device_mesh, complete(owner.placements)
+    if not isinstance(gradient, Tensor):  # PyTorch's own zeros, where no gradient flows
+        return place(gradient, *layout)
+    return gradient.redistribute(*layout)
 
 
 def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .cpu_results import LIKE_ARGUMENT, corrected
 from .errors import DataDependentError
 from .program import Ref, ScalarRef
 from .rules import Meta
@@ -178,10 +179,14 @@ def _from_meta_kernel(asked: Question) -> Any:
         kwargs.pop("pin_memory", None)
     if "generator" in names[len(args) :]:
         kwargs["generator"] = None
+    args = _to_meta(args)
     try:
-        if op in _LIKE_ARGUMENT:
-            return _map_results(torch.empty_like(_to_meta(args[_LIKE_ARGUMENT[op]])))
-        return _map_results(op(*_to_meta(args), **kwargs))
+        if op in LIKE_ARGUMENT:
+            return _map_results(torch.empty_like(args[LIKE_ARGUMENT[op]]))
+        results = op(*args, **kwargs)
+        if "cuda" not in {s.mesh.device_type for s in asked.leaves if isinstance(s, Spec)}:
+            results = corrected(op, dict(zip(names, args, strict=False)) | kwargs, results)
+        return _map_results(results)
     except NotImplementedError as error:
         if "Meta" not in str(error):
             raise
@@ -189,22 +194,6 @@ def _from_meta_kernel(asked: Question) -> Any:
             f"PyTorch cannot say what {op} returns before it has run: it has no meta kernel.\n"
             "  Fix: call it outside of the jitted function."
         ) from error
-
-
-aten = torch.ops.aten
-_LIKE_ARGUMENT = {
-    aten.multi_margin_loss_backward.default: 1,
-    aten.multilabel_margin_loss_backward.default: 1,
-    aten.fractional_max_pool3d_backward.default: 1,
-    aten._ctc_loss_backward.default: 1,
-    aten._ctc_loss_backward.Tensor: 1,
-    aten._standard_gamma_grad.default: 0,
-    aten._dirichlet_grad.default: 0,
-    aten._masked_softmax.default: 0,
-    aten._masked_softmax_backward.default: 0,
-    aten.binomial.default: 0,
-}
-"""Operations that have no meta kernel, and the argument whose shape and dtype the result has."""
 
 
 def meta_tensor(spec: Spec) -> torch.Tensor:

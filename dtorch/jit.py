@@ -15,7 +15,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 import numpy
 import torch
@@ -527,8 +527,14 @@ class _Differentiable:
 
 
 def _placed_grad(grad: torch.Tensor | None, spec: Spec) -> Tensor:
-    """A gradient in the layout that the backward program reads; zeros for a result not used."""
+    """A gradient as the backward program was traced for, zeros for a result not used.
+
+    Its kernels may rely on the strides, too: the gradient of a sum has none.
+    """
     if isinstance(grad, Tensor):
+        if grad.stride() != spec.stride:
+            unfilled = grad.new_empty_strided(spec.shape, spec.stride)
+            grad = cast(Tensor, torch.ops.aten.copy.default(unfilled, grad))
         return grad.redistribute(spec.mesh, spec.placements)
     given = torch.zeros(spec.shape, dtype=spec.dtype) if grad is None else grad
     return place(given, spec.mesh, spec.placements)

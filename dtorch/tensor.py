@@ -153,14 +153,17 @@ class Tensor(torch.Tensor):
         Communication: on the first read after a backward that left it otherwise, as `redistribute`.
         """
         with torch._C.DisableTorchFunction():
-            found: Tensor | None = _GRAD.__get__(self)
-        if not isinstance(found, Tensor):
-            return found
-        wanted = self.device_mesh, complete(self._spec.placements)
-        if (found.device_mesh, found._spec.placements) != wanted:
-            with torch._C.DisableTorchFunction():
+            found: Any = _GRAD.__get__(self)
+            wanted = self.device_mesh, complete(self._spec.placements)
+            if found is None:
+                return None
+            if not isinstance(found, Tensor):  # PyTorch's own zeros, where no gradient flows
+                found = place(found, *wanted)
+            elif (found.device_mesh, found._spec.placements) == wanted:
+                return found
+            else:
                 found = EntryPoints.redistribute(found, *wanted)
-                _GRAD.__set__(self, found)
+            _GRAD.__set__(self, found)
         return found
 
     @grad.setter

@@ -572,13 +572,20 @@ def _handler(op: torch._ops.OpOverload, draws: bool) -> Callable[..., Any]:
         return Tracer._as_it_is
     kind = functionalization.kind_of(op)
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _COMPOSITE):
-        whole = kind is functionalization.Kind.PURE and has_rule(op) and not draws
+        pure = kind is functionalization.Kind.PURE and not draws
+        whole = pure and (has_rule(op) or _has_own_kernel(op))
         return Tracer.record if whole else Tracer._decompose
     if kind is functionalization.Kind.MUTATES:
         return Tracer._mutate
     if kind is functionalization.Kind.VIEWS:
         return Tracer._view
     return Tracer._random if draws else Tracer.record
+
+
+def _has_own_kernel(op: torch._ops.OpOverload) -> bool:
+    """Whether a device runs an operation as a whole although it could be decomposed."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return any(has_kernel(op.name(), key) for key in ("CPU", "CUDA"))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -45,6 +45,8 @@ _ALSO_POINTWISE = {
     aten.polar,
     aten.hardswish,
     aten.hardswish_backward,
+    aten.mish_backward,
+    aten.silu_backward,
     aten._prelu_kernel,
     aten.log_sigmoid_forward,
     aten.log_sigmoid_backward,

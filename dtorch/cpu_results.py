@@ -1,0 +1,78 @@
+"""What PyTorch's CPU kernels return where its meta kernels say otherwise, or nothing.
+
+Shape inference asks meta kernels. Those of a few operations describe the CUDA kernel, or do not
+exist; here is what the CPU kernel of torch 2.13 gives, as meta tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+_Results = tuple[Tensor, ...]
+
+LIKE_ARGUMENT = {
+    aten.multi_margin_loss_backward.default: 1,
+    aten.multilabel_margin_loss_backward.default: 1,
+    aten.fractional_max_pool3d_backward.default: 1,
+    aten._ctc_loss_backward.default: 1,
+    aten._ctc_loss_backward.Tensor: 1,
+    aten._standard_gamma_grad.default: 0,
+    aten._dirichlet_grad.default: 0,
+    aten._masked_softmax.default: 0,
+    aten._masked_softmax_backward.default: 0,
+    aten.binomial.default: 0,
+}
+"""Operations that have no meta kernel, and the argument whose shape and dtype the result has."""
+
+
+def corrected(op: torch._ops.OpOverload, arguments: dict[str, Any], results: Any) -> Any:
+    """Returns the results of an operation's meta kernel as its CPU kernel gives them.
+
+    Args:
+        op: The operation.
+        arguments: Its arguments by name, meta tensors among them.
+        results: What the meta kernel has returned.
+    """
+    correction = _CORRECTIONS.get(op)
+    return results if correction is None else correction(arguments, tuple(results))
+
+
+def _batch_norm(arguments: dict[str, Any], results: _Results) -> _Results:
+    """In evaluation no statistics are saved."""
+    if arguments["training"]:
+        return results
+    first, mean, scale, *rest = results
+    return (first, mean.new_empty(0), scale.new_empty(0), *rest)
+
+
+def _layer_norm(arguments: dict[str, Any], results: _Results) -> _Results:
+    """The statistics have the dtype of the weights, or else of the input."""
+    weight = arguments.get("weight")
+    dtype = (arguments["input"] if weight is None else weight).dtype
+    first, *statistics = results
+    return (first, *(s.to(dtype) for s in statistics))
+
+
+def _embedding_bag(arguments: dict[str, Any], results: _Results) -> _Results:
+    """A plain sum needs no map from rows to bags."""
+    rows, bags, sizes, maxima = results
+    sums, weight = arguments.get("mode", 0) == 0, arguments["weight"]
+    is_fast = weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    if sums and is_fast and arguments.get("padding_idx", -1) < 0:
+        bags = bags.new_empty(0)
+    return rows, bags, sizes, maxima if maxima.ndim == 2 else maxima.new_empty(sizes.shape)
+
+
+_CORRECTIONS: dict[torch._ops.OpOverload, Callable[[dict[str, Any], _Results], _Results]] = {
+    aten.native_batch_norm.default: _batch_norm,
+    aten._native_batch_norm_legit.default: _batch_norm,
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten.native_layer_norm.default: _layer_norm,
+    aten._embedding_bag.default: _embedding_bag,
+    aten._embedding_bag_forward_only.default: _embedding_bag,
+}
