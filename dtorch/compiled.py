@@ -18,14 +18,12 @@ from .aliases import AliasGroup, Path
 from .arguments import Arguments
 from .errors import DTorchError, MutationError
 from .parts import place_parts
+from .placement import Replicate, complete
 from .program import Apply, Program, refs
 from .runtime import Executable, Failure, Shards, submit
 from .scalars import Expression, evaluate
 from .spec import Spec
-from .tensor import (
-    EntryPoints,
-    Tensor,
-)
+from .tensor import EntryPoints, Tensor, place
 from .tracer import Source
 
 
@@ -61,6 +59,8 @@ class Compiled:
         outputs: How each leaf of the result is made.
         treespec: The structure of the result.
         mutated: Program outputs that replace the value of a leaf or a captured tensor.
+        reformed: Program outputs that a leaf becomes, whose shape differs: with the path if the
+            leaf is now a view of what it was, or None.
         reduced: Program outputs that are a partial leaf, reduced.
         states: Program outputs that are the next state of a generator.
         extra: Program outputs beyond those, which the caller of `run` asked for.
@@ -74,6 +74,7 @@ class Compiled:
     outputs: tuple[Output, ...]
     treespec: Any
     mutated: tuple[tuple[int, Source], ...]
+    reformed: tuple[tuple[int, int, Path | None], ...]
     reduced: tuple[tuple[int, int], ...]
     states: tuple[tuple[int, torch.Generator | None], ...]
     extra: tuple[int, ...] = ()
@@ -106,6 +107,8 @@ class Compiled:
             # Below autograd, PyTorch has counted the change itself, if it counts it at all.
             if not below_autograd:
                 torch.autograd.graph.increment_version(changed)
+        for output, leaf, path in self.reformed:
+            _reform(leaves[leaf], values[output], path)
         results: list[Any] = []
         for output in self.outputs:
             results.append(self._result(output, leaves, values, results))
@@ -306,6 +309,31 @@ def _rebind(target: Tensor, value: Tensor) -> list[Tensor]:
     for tensor, now in changed:
         _give(tensor, now)
     return [target, *(t for t, _ in others)]
+
+
+def overwrite(tensor: Tensor, value: torch.Tensor) -> None:
+    """Gives a tensor the value, and if it differs the shape, of a torch tensor."""
+    _check_writable(tensor)
+    spec = tensor._spec
+    if tensor.shape == value.shape:
+        changed = _rebind(tensor, place(value, spec.mesh, complete(spec.placements)))
+    else:
+        _reform(tensor, place(value, spec.mesh, (Replicate(),) * spec.mesh.ndim), None)
+        changed = [tensor]
+    torch.autograd.graph.increment_version(changed)
+
+
+def _reform(tensor: Tensor, value: Tensor, path: Path | None) -> None:
+    """Gives a tensor another shape: that of a view of what it was, or of a new value."""
+    group = tensor._aliases
+    if group is not None and path is None:
+        group.remove(tensor)
+    elif group is not None:
+        assert path is not None
+        group.add(tensor, (*group.path_of(tensor), *path))
+    with torch._C.DisableTorchFunction():
+        tensor.data = value
+    tensor._spec, tensor._shards, tensor._reduced = value._spec, value._shards, None
 
 
 def _give(tensor: Tensor, value: Tensor) -> None:

@@ -20,7 +20,7 @@ from . import gradients, memo
 from .aliases import Path
 from .arguments import Arguments, mesh_of
 from .cache import Cache, CacheInfo, lookup
-from .compiled import Compiled, link
+from .compiled import Compiled, link, overwrite
 from .errors import DataDependentError, MutationError
 from .infer import settings
 from .mesh import DeviceMesh
@@ -304,20 +304,23 @@ def _on_host(func: Any, arguments: Arguments, treespec: Any) -> Any:
     """Runs a call whose result depends on values: waits for them and computes on the client."""
     fetched = [leaf.to_torch() if isinstance(leaf, Tensor) else leaf for leaf in arguments.leaves]
     args, kwargs = unflatten(treespec, fetched)
-    before = {id(t): t._version for t in fetched if isinstance(t, torch.Tensor)}
+    before = [t._version if isinstance(t, torch.Tensor) else 0 for t in fetched]
     result = func(*args, **kwargs)
-    if any(isinstance(t, torch.Tensor) and t._version != before[id(t)] for t in fetched):
-        raise MutationError(
-            f"{getattr(func, '__name__', func)} changes a distributed tensor in place, to a result "
-            "that depends on its values.\n  Fix: use the functional form."
-        )
+    owners: dict[int, Any] = {}
+    for leaf, value, version in zip(arguments.leaves, fetched, before, strict=True):
+        if isinstance(leaf, Tensor):
+            owners[id(value)] = leaf
+            if value._version != version:
+                overwrite(leaf, value)
     mesh = arguments.mesh
     leaves, result_tree = flatten(result)
-    placed = [
-        place(t, mesh, (Replicate(),) * mesh.ndim) if isinstance(t, torch.Tensor) else t
-        for t in leaves
-    ]
-    return unflatten(result_tree, placed)
+
+    def placed(leaf: Any) -> Any:
+        if id(leaf) in owners or not isinstance(leaf, torch.Tensor):
+            return owners.get(id(leaf), leaf)
+        return place(leaf, mesh, (Replicate(),) * mesh.ndim)
+
+    return unflatten(result_tree, list(map(placed, leaves)))
 
 
 # -- strict mode ---------------------------------------------------------------------------

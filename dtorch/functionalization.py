@@ -159,7 +159,11 @@ class Form:
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments of the functional operation."""
+        """Returns the arguments of the functional operation, by name if their order differs."""
+        bound = self._bound(args, kwargs)
+        names = [n for n in bound if n not in self.dropped]
+        if names != [n for n in argument_names(self.op) if n in names]:
+            return (), {n: bound[n] for n in names}
         positional = [a.name for a in self.original._schema.arguments][: len(args)]
         kept = tuple(v for n, v in zip(positional, args, strict=True) if n not in self.dropped)
         named = {k: v for k, v in kwargs.items() if k not in self.dropped}
@@ -183,6 +187,10 @@ class Form:
             value = args[1] if packet is aten.fill_ else 0
             return tracer.values(aten.full_like.default, (args[0], value), {})
         lowered, named = self.arguments(args, kwargs)
+        if is_composite(self.op):
+            found = tracer.dispatch(self.op, lowered, named)
+            found = found if isinstance(found, (list, tuple)) else [found]
+            return [tracer.read(tracer.lift(t)) for t in found]
         results = tracer.values(self.op, lowered, named)
         return results[0] if isinstance(results[0], list) else results
 
@@ -207,6 +215,22 @@ def _as_written(tracer: Tracer, target: torch.Tensor, source: Any) -> int:
     return value
 
 
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """Returns whether PyTorch makes an operation of others."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
+
+
+@functools.lru_cache(maxsize=4096)
+def fills_out(op: torch._ops.OpOverload) -> bool:
+    """Returns whether an operation only writes to its ``out=``, what a functional one returns."""
+    try:
+        form = functional_form(op)
+    except MutationError:
+        return False
+    return form.dropped == frozenset(form.mutated)
+
+
 _RESHAPES = ("resize", "resize_as", "resize_as_sparse", "set")
 
 
@@ -227,7 +251,8 @@ def functional_form(op: torch._ops.OpOverload) -> Form:
     for packet in () if name in _RESHAPES else (name, f"{name}_functional"):
         for candidate in _overloads(packet):
             pure = kind_of(candidate) is Kind.PURE
-            if pure and [(a.name, str(a.type)) for a in candidate._schema.arguments] == wanted:
+            found = [(a.name, str(a.type)) for a in candidate._schema.arguments]
+            if pure and sorted(found) == sorted(wanted):
                 return Form(op, candidate, mutated, outs)
     raise changes_shape(op, name)
 

@@ -188,7 +188,7 @@ def _from_meta_kernel(asked: Question) -> Any:
             results = corrected(op, dict(zip(names, args, strict=False)) | kwargs, results)
         return _map_results(results)
     except NotImplementedError as error:
-        if "Meta" not in str(error):
+        if "meta" not in str(error).lower():
             raise
         raise DataDependentError(
             f"PyTorch cannot say what {op} returns before it has run: it has no meta kernel.\n"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .aliases import Path
 from .arguments import Arguments, torch_spec
 from .compiled import Compiled, Output, may_be_refused, submit_program
 from .errors import TraceError
@@ -83,6 +84,7 @@ class Ending(NamedTuple):
     values: list[int]
     outputs: tuple[Output, ...]
     mutated: tuple[tuple[int, Source], ...]
+    reformed: tuple[tuple[int, int, Path | None], ...]
     reduced: tuple[tuple[int, int], ...]
     states: tuple[tuple[int, torch.Generator | None], ...]
 
@@ -95,6 +97,7 @@ def ending(tracer: Tracer, found: Sequence[Any]) -> Ending:
         values,
         _outputs(tracer, found, values),
         _mutated(tracer, values),
+        _reformed(tracer, values, found),
         _reduced(tracer, values),
         _next_states(tracer, values),
     )
@@ -128,6 +131,7 @@ def compiled_from(
         outputs=end.outputs,
         treespec=treespec,
         mutated=end.mutated,
+        reformed=end.reformed,
         reduced=end.reduced,
         states=end.states,
         extra=extra,
@@ -202,11 +206,32 @@ def _mutated(tracer: Tracer, values: list[int]) -> tuple[tuple[int, Source], ...
     found = []
     touched = [*tracer.arguments, *((t, v) for t, v, _ in tracer.captures), *tracer.constants]
     for tensor, before in touched:
-        if tensor._storage.version:
+        replaced = any(t is tensor and t._storage is not s for t, s in tracer.reformed)
+        if tensor._storage.version and not replaced:
             values.append(tensor._storage.value)
             source = tracer.sources[tracer.builder.inputs.index(before)]
             found.append((len(values) - 1, source))
     return tuple(found)
+
+
+def _reformed(
+    tracer: Tracer, values: list[int], found: Sequence[Any]
+) -> tuple[tuple[int, int, Path | None], ...]:
+    """The arguments that have another shape now, with their path if they are their own view."""
+    reformed = []
+    for tensor, storage in tracer.reformed:
+        if any(
+            _is_symbolic(t) and t is not tensor and t._storage is tensor._storage for t in found
+        ):
+            raise TraceError(
+                "a function changes the shape of an argument in place and returns another view of "
+                "it.\n  Fix: use the functional form, such as unsqueeze(0) for unsqueeze_(0)."
+            )
+        before = next(value for t, value in tracer.arguments if t is tensor)
+        path = tensor._path if tensor._storage is storage else None
+        values.append(tracer.read(tensor))
+        reformed.append((len(values) - 1, _leaf_of(tracer, before), path))
+    return tuple(reformed)
 
 
 def _reduced(tracer: Tracer, values: list[int]) -> tuple[tuple[int, int], ...]:

@@ -98,6 +98,7 @@ class Tracer:
         self.arguments: list[tuple[SymbolicTensor, int]] = []
         self.captures: list[tuple[SymbolicTensor, int, Tensor]] = []
         self.constants: list[tuple[SymbolicTensor, int]] = []
+        self.reformed: list[tuple[SymbolicTensor, Storage]] = []  # with what they were
         self.states: dict[torch.Generator | None, tuple[int, int]] = {}
         self._lifted: dict[int, tuple[Any, SymbolicTensor]] = {}
         self._scalars: dict[Any, int] = {}
@@ -472,7 +473,11 @@ class Tracer:
         # A functional form returns what the operation does, and after it the written arguments.
         count = sum(r.alias_info is None for r in op._schema.returns)
         for tensor, value in zip(written, results[count:], strict=False):
-            self.write(tensor, value)
+            is_same = self.builder.specs[value].shape == tensor.shape
+            if form.dropped and not (is_same or tensor.numel()):
+                self._resize(tensor, value)
+            else:
+                self.write(tensor, value)
         if count:
             return self._wrapped(op, results[:count])
         return form.returns(args, kwargs)
@@ -481,7 +486,8 @@ class Tracer:
         self, form: functionalization.Form, written: Sequence[SymbolicTensor], args: tuple[Any, ...]
     ) -> tuple[Any, ...]:
         """Spares the shards of a tensor whose values a draw replaces from being gathered."""
-        if form.op.overloadpacket not in functionalization.FILLS or not _is_split(written[0]._spec):
+        fills = form.op.overloadpacket in functionalization.FILLS and not form.dropped
+        if not fills or not _is_split(written[0]._spec):
             return args
         with self._mode, self.factories(written[0].device_mesh, None):
             return (torch.empty(written[0].shape, dtype=written[0].dtype), *args[1:])
@@ -505,15 +511,25 @@ class Tracer:
     def _reshape_in_place(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Makes a tensor of the trace its own view: it takes the view's shape and path."""
+        """Makes a tensor its own view: it takes the view's shape and path."""
         tensor = args[0]
-        if not isinstance(tensor, SymbolicTensor) or any(tensor is t for t, _ in self.arguments):
+        if not isinstance(tensor, SymbolicTensor):  # a captured one, whose trace would not see it
             raise functionalization.changes_shape(op, op.overloadpacket.__name__)
-        view = self._view(op, args, kwargs)
-        with torch._C.DisableTorchFunction(), self._mode:
-            tensor.data = view
-        tensor._path, tensor._offset = view._path, view._offset
+        self._become(tensor, self._view(op, args, kwargs))
         return tensor
+
+    def _resize(self, tensor: SymbolicTensor, value: int) -> None:
+        """Gives an empty tensor that an ``out=`` call fills the result's shape, and memory."""
+        self._become(tensor, self.wrap(self._cast(value, tensor.dtype)))
+
+    def _become(self, tensor: SymbolicTensor, other: SymbolicTensor) -> None:
+        is_argument = any(tensor is t for t, _ in self.arguments)
+        if is_argument and not any(tensor is t for t, _ in self.reformed):
+            self.reformed.append((tensor, tensor._storage))
+        with torch._C.DisableTorchFunction(), self._mode:
+            tensor.data = other
+        tensor._storage, tensor._path = other._storage, other._path
+        tensor._offset = other._offset
 
     def _check_writable(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -571,7 +587,9 @@ def _handler(op: torch._ops.OpOverload, draws: bool) -> Callable[..., Any]:
     if op.namespace == "profiler":
         return Tracer._as_it_is
     kind = functionalization.kind_of(op)
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _COMPOSITE):
+    if functionalization.is_composite(op):
+        if kind is functionalization.Kind.MUTATES and functionalization.fills_out(op):
+            return Tracer._mutate
         pure = kind is functionalization.Kind.PURE and not draws
         whole = pure and (has_rule(op) or _has_own_kernel(op))
         return Tracer.record if whole else Tracer._decompose
