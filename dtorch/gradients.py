@@ -107,6 +107,13 @@ def _is_autocast(tensor: torch.Tensor) -> bool:
     return torch.is_autocast_enabled(tensor.device.type)
 
 
+def _tensor_split(x: Any, indices: Any, dim: int = 0) -> Any:
+    """Fetches indices that are a tensor: PyTorch would read the memory of the wrapper."""
+    return torch.tensor_split(
+        x, indices.to_torch() if isinstance(indices, Tensor) else indices, dim
+    )
+
+
 def in_layout_of(gradient: Any, owner: Any) -> Any:
     """Returns a gradient in the layout of what it belongs to, `Replicate` in place of `Partial`."""
     if not (isinstance(gradient, torch.Tensor) and isinstance(owner, Tensor)):
@@ -133,6 +140,8 @@ SUBSTITUTES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
+    torch.tensor_split: _tensor_split,
+    torch.Tensor.tensor_split: _tensor_split,
 }
 """What to call in place of a torch function when an argument requires grad."""
 
