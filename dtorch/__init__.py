@@ -54,7 +54,7 @@ from .placement import P, Partial, PartitionSpec, Placement, Replicate, Shard
 from .program import Program
 from .runtime import TensorFuture, empty_cache, synchronize
 from .tensor import Tensor
-from .transforms import eval_shape, grad, value_and_grad
+from .transforms import eval_shape, explain, grad, value_and_grad
 
 __version__ = "0.1.0"
 
@@ -80,6 +80,7 @@ __all__ = [
     "empty_strided",
     "errors",
     "eval_shape",
+    "explain",
     "eye",
     "full",
     "grad",

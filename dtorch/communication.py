@@ -37,9 +37,29 @@ class Communication:
     reader: torch._ops.OpOverload | None
     source: SourceLine | None
 
-    def __str__(self) -> str:
+    @property
+    def layouts(self) -> str:
+        """The layouts before and after, and the meshes where they differ."""
         specs = (self.before, self.after)
-        layouts = " -> ".join(format_layout(s.mesh, s.placements) for s in specs)
+        texts = [format_layout(s.mesh, s.placements) for s in specs]
+        if self.before.mesh != self.after.mesh:
+            texts = [f"{t} on {list(s.mesh.devices)}" for t, s in zip(texts, specs, strict=True)]
+        return " -> ".join(texts)
+
+    def row(self) -> tuple[str, ...]:
+        """Returns the cells of a line in the table of a `Summary`."""
+        dtype = str(self.before.dtype).removeprefix("torch.")
+        return (
+            self.source.short if self.source else "",
+            str(self.reader) if self.reader else "the result",
+            self.collective.value,
+            self.layouts,
+            f"{dtype}{list(self.before.shape)}",
+            f"{self.num_bytes:,}",
+        )
+
+    def __str__(self) -> str:
+        layouts = self.layouts
         reader = f" for {self.reader}" if self.reader else ""
         line = f"  {self.source.short}" if self.source else ""
         return f"{self.collective.value} {layouts}, {self.num_bytes} bytes{reader}{line}"
@@ -63,6 +83,28 @@ class Summary:
     def num_bytes(self) -> int:
         """The bytes that the busiest device of each collective receives, in all."""
         return sum(c.num_bytes for c in self.communications)
+
+    def __repr__(self) -> str:
+        return f"<{self._counts()}>"
+
+    def __str__(self) -> str:
+        rows = [_COLUMNS, *(c.row() for c in self.communications)] if self.communications else []
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        for apply in self.replicated:
+            line = apply.source.short if apply.source else "unknown line"
+            lines.append(f"{line}: {apply.op} has no sharding rule and runs replicated")
+        return "\n".join([self._counts(), *lines])
+
+    def _counts(self) -> str:
+        count, replicated = len(self.communications), len(self.replicated)
+        return (
+            f"{count} communication{'s' * (count != 1)}, {self.num_bytes:,} bytes a device"
+            f"; {replicated} operation{'s' * (replicated != 1)} replicated for want of a rule"
+        )
+
+
+_COLUMNS = ("line", "for", "collective", "layouts", "tensor", "bytes a device")
 
 
 def summarize(program: Program) -> Summary:

@@ -276,6 +276,9 @@ def _run_eagerly(
     return unflatten(entry.treespec, run(entry, arguments))
 
 
+_RESIZES = {torch.Tensor.resize_, torch.Tensor.resize_as_}  # elements may be new, of any value
+
+
 def _run_above(compiled: Compiled, arguments: Arguments) -> list[Any]:
     return compiled.run(arguments, check_aliases=False)
 
@@ -287,6 +290,8 @@ def _run_below(compiled: Compiled, arguments: Arguments) -> list[Any]:
 def _compile_eagerly(
     func: Any, arguments: Arguments, treespec: Any, static: set[int]
 ) -> tuple[Any, set[int]]:
+    if func in _RESIZES:
+        return _ON_HOST, set(arguments.scalars)
     name = getattr(func, "__name__", str(func))
     everything = set(arguments.scalars)
     try:

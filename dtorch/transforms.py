@@ -1,8 +1,6 @@
-"""Transformations of functions: `jit`, `grad`, `value_and_grad`, `eval_shape`.
+"""Transformations of functions: `grad`, `value_and_grad`, `eval_shape`, and `explain`.
 
-`jit` widens the unit that becomes a program from one call to a whole function. A jitted call
-whose arguments require grad is one autograd node: its backward is a second program, traced
-together with the first.
+Each takes a pure function of pytrees; what it is called with may be traced by `jit` or not.
 """
 
 from __future__ import annotations
@@ -14,6 +12,8 @@ from typing import Any
 import torch
 
 from .arguments import Arguments
+from .communication import Summary, summarize
+from .jit import JitFunction, jit
 from .placement import complete
 from .recording import symbolic_leaves
 from .symbolic import SymbolicTensor
@@ -167,6 +167,35 @@ def _check_scalar(value: Any) -> None:
             f"grad needs a function that returns a scalar tensor, but it returned {shown}.\n"
             "  Fix: reduce it (.sum(), .mean()), or pass has_aux=True for a (value, aux) pair."
         )
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Summary:
+    """Prints what a call would communicate, and which operations it would run replicated.
+
+    A line for each collective: the user's line, the operation that it is for, the layouts before
+    and after, the tensor, and the bytes that the busiest device receives. Nothing is run.
+
+    Args:
+        function: A pure function, jitted or not.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        The same as data.
+
+    Example:
+        >>> import torch, dtorch
+        >>> mesh = dtorch.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+        >>> x = dtorch.ones(4, 6, device_mesh=mesh, placements=[dtorch.Shard(1)])
+        >>> summary = dtorch.explain(lambda x: torch.relu(x.sum(1)), x)  # doctest: +ELLIPSIS
+        1 communication, 16 bytes a device; 0 operations replicated for want of a rule
+        line...  for                collective  layouts            tensor      bytes a device
+        ...      aten.relu.default  all_reduce  tp=P(sum) -> tp=R  float32[4]  16
+    """
+    jitted = function if isinstance(function, JitFunction) else jit(function)
+    summary = summarize(jitted.program(*args, **kwargs))
+    print(summary)
+    return summary
 
 
 def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

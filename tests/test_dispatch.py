@@ -498,13 +498,12 @@ def test_data_assignment() -> None:
         p.data = torch.zeros(4)
 
 
-def test_shape_changing_in_place_calls_raise() -> None:
+def test_a_storage_cannot_be_exchanged() -> None:
     x = sharded(torch.ones(4, 2))
-    for call in (x.t_, lambda: x.resize_(2, 2), lambda: x.unsqueeze_(0), lambda: x.set_(x + 1)):
-        with pytest.raises(MutationError, match="changes a tensor's shape or storage in place"):
-            call()
-    with pytest.raises(MutationError, match=r"shape from \[0\] to \[2\]"):
-        torch.sum(x, 0, out=dtorch.empty(0, device_mesh=TWO))
+    with pytest.raises(MutationError, match="changes a tensor's shape or storage in place"):
+        x.set_(x + 1)
+    with pytest.raises(MutationError, match=r"shape from \[3\] to \[2\]"):
+        torch.sum(x, 0, out=dtorch.empty(3, device_mesh=TWO))
     assert x.shape == (4, 2) and x.sum().item() == 8
 
 
@@ -651,3 +650,122 @@ def test_a_write_reaches_an_alias_in_another_layout() -> None:
         assert x.tolist() == same.tolist() == [[2.0] * 4] * 4
         same.mul_(2)
         assert x.tolist() == same.tolist() == [[4.0] * 4] * 4
+
+
+def _quantile(make: Callable[..., Any]) -> list[Any]:
+    x = make(torch.tensor([0.3, 0.1, 0.7, 0.2])).requires_grad_()
+    torch.quantile(x, 0.3).backward()
+    return [x.grad]
+
+
+def _reshaped(make: Callable[..., Any]) -> list[Any]:
+    x = make(torch.arange(24.0).view(4, 1, 6))
+    view = x[1:]
+    found = []
+    for change in (
+        lambda: x.squeeze_(1),
+        lambda: x.add_(1),
+        lambda: x.t_(),
+        lambda: x.mul_(2),
+        lambda: x.unsqueeze_(0).add_(1),
+        lambda: view.zero_(),
+        lambda: x.transpose_(0, 2),
+    ):
+        change()
+        found += [x.clone(), view.clone()]
+    return found
+
+
+def _reshaped_under_autograd(make: Callable[..., Any]) -> list[Any]:
+    x = make(torch.ones(4)).requires_grad_()
+    y = x * 2
+    y.unsqueeze_(0)
+    (y * y).sum().backward()
+    return [x.grad, y.detach()]
+
+
+def _into_empty(make: Callable[..., Any]) -> list[Any]:
+    out = make(torch.empty(0))
+    torch.add(make(torch.ones(3)), 1, out=out)
+    out.add_(1)
+    other, inverse = make(torch.empty(0)), make(torch.empty(0))
+    torch.msort(make(torch.tensor([[3.0, 1.0], [2.0, 5.0]])), out=other)
+    torch.linalg.inv(make(torch.eye(3) * 2), out=inverse)
+    chosen = make(torch.empty(0))
+    result = torch.masked_select(make(torch.arange(3.0)), make(torch.arange(3) > 0), out=chosen)
+    assert result is chosen
+    return [out, other, inverse, chosen]
+
+
+def _of_composites(make: Callable[..., Any]) -> list[Any]:
+    product, rank = make(torch.zeros(4, 4)), make(torch.zeros((), dtype=torch.int64))
+    torch.kron(make(torch.eye(2)), make(torch.ones(2, 2)), out=product)
+    torch.linalg.matrix_rank(make(torch.eye(3)), out=rank)
+    return [product, rank]
+
+
+def _resized(make: Callable[..., Any]) -> list[Any]:
+    x = make(torch.arange(6.0))
+    x.resize_(2, 2)
+    y = make(torch.arange(6.0)).polygamma_(1)
+    return [x, y]
+
+
+SHAPES = [_quantile, _reshaped, _reshaped_under_autograd, _into_empty, _of_composites, _resized]
+
+
+@pytest.mark.parametrize("placement", [Replicate(), dtorch.Shard(0)])
+@pytest.mark.parametrize("calls", SHAPES)
+def test_calls_that_change_what_they_are_given(calls: Any, placement: Any) -> None:
+    def make(value: torch.Tensor) -> Any:
+        where = placement if value.ndim else Replicate()
+        return dtorch.Tensor(value, device_mesh=TWO, placements=[where])
+
+    for _ in range(3):
+        for found, expected in zip(calls(make), calls(torch.clone), strict=True):
+            torch.testing.assert_close(found.to_torch(), expected)
+
+
+def test_what_has_no_meta_kernel_runs_on_the_host() -> None:
+    x = dtorch.Tensor(torch.arange(4.0), device_mesh=TWO, placements=[dtorch.Shard(0)])
+    counts, edges = torch.histogram(x, 2)
+    assert (counts.tolist(), edges.tolist()) == ([2, 2], [0, 1.5, 3])
+    parts = torch.tensor_split(x, dtorch.tensor([1, 3]))
+    assert [p.tolist() for p in parts] == [[0], [1, 2], [3]]
+    with pytest.raises(dtorch.errors.DataDependentError, match="it has no meta kernel"):
+        dtorch.jit(lambda x: torch.histogram(x, 2))(x)
+
+
+def test_sparse_and_nested_tensors_are_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"a sparse_coo tensor cannot be distributed(.|\n)*to_dense"
+    ):
+        dtorch.Tensor(torch.eye(2).to_sparse())
+    with pytest.raises(TypeError, match="a sparse_coo tensor cannot be distributed"):
+        dtorch.eye(2).to_sparse()
+
+
+def test_seeding_inside_a_traced_function_raises() -> None:
+    def f(x: Any) -> Any:
+        torch.manual_seed(3)
+        return torch.rand_like(x)
+
+    x = dtorch.ones(3)
+    assert torch.equal(f(x).to_torch(), f(torch.ones(3)))
+    with pytest.raises(dtorch.errors.TraceError, match=r"manual_seed\(3\)(.|\n)*Fix: seed before"):
+        dtorch.jit(f)(x)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [torch.rand_like, lambda x: x.clone().normal_(), lambda x: x.clone().bernoulli_(0.3)],
+)
+def test_a_draw_into_a_split_tensor_does_not_gather_it(draw: Callable[..., Any]) -> None:
+    torch.manual_seed(5)
+    expected = draw(torch.zeros(4, 3))
+    x = dtorch.zeros(4, 3, device_mesh=TWO, placements=[dtorch.Shard(1)])
+    assert not dtorch.jit(draw).program(x).communication()
+    torch.manual_seed(5)
+    found = draw(x)
+    assert found.placements == [dtorch.Shard(1)]
+    assert torch.equal(found.to_torch(), expected)

@@ -662,6 +662,13 @@ def test_shapes_changed_in_place_inside_a_call(number: int) -> None:
     torch.testing.assert_close(found.to_torch(), expected)
 
 
-def test_the_shape_of_an_argument_cannot_change_in_place() -> None:
-    with pytest.raises(MutationError, match="changes a tensor's shape or storage in place"):
-        dtorch.ones(2, 3).transpose_(0, 1)
+def test_the_shape_of_an_argument_changes_in_place() -> None:
+    x = dtorch.ones(2, 3)
+    assert dtorch.jit(lambda x: x.transpose_(0, 1))(x) is x
+    assert x.shape == (3, 2)
+
+    def with_view(x: Any) -> Any:
+        return x.unsqueeze_(0)[0]
+
+    with pytest.raises(TraceError, match="changes the shape of an argument in place and returns"):
+        dtorch.jit(with_view)(x)
