@@ -502,8 +502,6 @@ def test_a_storage_cannot_be_exchanged() -> None:
     x = sharded(torch.ones(4, 2))
     with pytest.raises(MutationError, match="changes a tensor's shape or storage in place"):
         x.set_(x + 1)
-    with pytest.raises(MutationError, match=r"shape from \[3\] to \[2\]"):
-        torch.sum(x, 0, out=dtorch.empty(3, device_mesh=TWO))
     assert x.shape == (4, 2) and x.sum().item() == 8
 
 
