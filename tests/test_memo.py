@@ -177,11 +177,9 @@ def test_a_view_of_a_known_call_shares_its_storage() -> None:
     for _ in range(3):
         x = dtorch.ones(4, 4, device_mesh=TWO)
         row, same = x[0], x.detach()
-        with pytest.raises(dtorch.errors.MutationError, match="a view"):
-            row.add_(1)
-        del row
+        row.add_(1)
         same.mul_(3)
-        assert x.sum().item() == 48
+        assert (x.sum().item(), row.sum().item()) == (60, 24)
 
 
 def test_a_jitted_call_with_a_captured_tensor() -> None:
