@@ -157,8 +157,8 @@ def test_as_strided_over_gaps_in_memory_is_refused():
     x = spread(values((4, 6)), PAIR, [S(0)])
     with pytest.raises(PlacementError, match=r"(?s)gaps or overlaps in memory.*contiguous\(\)"):
         dtorch.jit(lambda view: view.as_strided((2, 2), (3, 1)))(x[:, ::2])
-    for call in (lambda x: x[:, ::2].as_strided((2, 2), (3, 1)),) * 2:
-        expected = values((4, 6)).as_strided((2, 2), (3, 1))
-        assert torch.equal(call(x).to_torch(), expected)
-        assert torch.equal(dtorch.jit(call)(x).to_torch(), expected)
+    expected = values((4, 6)).as_strided((2, 2), (3, 1))
+    for run in (lambda f: f, dtorch.jit):
+        found = run(lambda x: x[:, ::2].as_strided((2, 2), (3, 1)))(x)
+        assert torch.equal(found.to_torch(), expected)
     check(x[:, ::2].contiguous().as_strided((2, 2), (3, 1)), values((4, 6))[:2, :4:2])
