@@ -42,20 +42,28 @@ def corrected(op: torch._ops.OpOverload, arguments: dict[str, Any], results: Any
     return results if correction is None else correction(arguments, tuple(results))
 
 
+_PARAMETERS = ("weight", "bias", "running_mean", "running_var")
+
+
+def _statistics_dtype(arguments: dict[str, Any]) -> torch.dtype:
+    """The dtype of the input, unless a parameter has another: then float32."""
+    given = [arguments[n] for n in _PARAMETERS if arguments.get(n) is not None]
+    dtype = arguments["input"].dtype
+    half = dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if half and any(p.dtype != dtype for p in given) else dtype
+
+
 def _batch_norm(arguments: dict[str, Any], results: _Results) -> _Results:
     """In evaluation no statistics are saved."""
-    if arguments["training"]:
-        return results
+    dtype = _statistics_dtype(arguments)
     first, mean, scale, *rest = results
-    return (first, mean.new_empty(0), scale.new_empty(0), *rest)
+    saved = [s if arguments.get("training", True) else s.new_empty(0) for s in (mean, scale)]
+    return (first, *(s.to(dtype) for s in saved), *rest)
 
 
 def _layer_norm(arguments: dict[str, Any], results: _Results) -> _Results:
-    """The statistics have the dtype of the weights, or else of the input."""
-    weight = arguments.get("weight")
-    dtype = (arguments["input"] if weight is None else weight).dtype
     first, *statistics = results
-    return (first, *(s.to(dtype) for s in statistics))
+    return (first, *(s.to(_statistics_dtype(arguments)) for s in statistics))
 
 
 def _embedding_bag(arguments: dict[str, Any], results: _Results) -> _Results:
@@ -71,7 +79,9 @@ def _embedding_bag(arguments: dict[str, Any], results: _Results) -> _Results:
 _CORRECTIONS: dict[torch._ops.OpOverload, Callable[[dict[str, Any], _Results], _Results]] = {
     aten.native_batch_norm.default: _batch_norm,
     aten._native_batch_norm_legit.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: _batch_norm,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten._batch_norm_with_update_functional.default: _batch_norm,
     aten.native_layer_norm.default: _layer_norm,
     aten._embedding_bag.default: _embedding_bag,
     aten._embedding_bag_forward_only.default: _embedding_bag,

@@ -27,6 +27,12 @@ def _normalized(
     return (x - mean) * scale, mean, scale
 
 
+def _statistics_dtype(x: Tensor, *parameters: Tensor | None) -> torch.dtype:
+    """That of the input, unless a parameter has another: then float32, as the CPU kernels do."""
+    alike = all(p is None or p.dtype == x.dtype for p in parameters)
+    return x.dtype if alike else wide(x).dtype
+
+
 def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     x = x if weight is None else x * weight
     return x if bias is None else x + bias
@@ -41,7 +47,8 @@ def _native_layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     result, mean, scale = _normalized(wide(x), _last(x, shape), eps)
-    return _scaled(result, weight, bias).to(x.dtype), mean, scale
+    dtype = _statistics_dtype(x, weight, bias)
+    return _scaled(result, weight, bias).to(x.dtype), mean.to(dtype), scale.to(dtype)
 
 
 @form(aten.layer_norm.default)
@@ -112,8 +119,12 @@ def _batch_norm(
 @form(aten._native_batch_norm_legit.no_stats)
 def _batch_norm_without_statistics(
     x: Tensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _batch_norm(x, weight, bias, eps)
+) -> Any:
+    if not training:
+        return NotImplemented
+    result, mean, scale = _batch_norm(x, weight, bias, eps)
+    dtype = _statistics_dtype(x, weight, bias)
+    return result, mean.to(dtype), scale.to(dtype)
 
 
 @form(aten._native_batch_norm_legit_functional.default)
@@ -132,10 +143,11 @@ def _batch_norm_with_statistics(
     result, mean, scale = _batch_norm(x, weight, bias, eps)
     count = x.numel() // x.shape[1]
     variance = (scale**-2 - eps) * (count / max(count - 1, 1))
+    dtype = _statistics_dtype(x, weight, bias, running_mean, running_var)
     return (
         result,
-        mean,
-        scale,
+        mean.to(dtype),
+        scale.to(dtype),
         torch.lerp(running_mean, mean.to(running_mean.dtype), momentum),
         torch.lerp(running_var, variance.to(running_var.dtype), momentum),
     )
@@ -152,7 +164,9 @@ def _native_batch_norm(
     momentum: Any,
     eps: float,
 ) -> Any:
-    return _batch_norm(x, weight, bias, eps) if training and mean is None else NotImplemented
+    if mean is not None:
+        return NotImplemented
+    return _batch_norm_without_statistics(x, weight, bias, training, momentum, eps)
 
 
 @form(aten.native_batch_norm_backward.default)

@@ -83,8 +83,13 @@ def _prod_of_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 @form(aten.topk.default)
 def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    """The best of each piece, and the best of those.
+
+    Which of equal values is found may be another one than on one device, so it is left to the
+    kernel where equal values are to be expected.
+    """
     dim = dim % max(x.ndim, 1)
-    pieces = _in_pieces(x, dim)
+    pieces = _in_pieces(x, dim) if x.dtype in (torch.float32, torch.float64) else None
     if pieces is None or k > pieces.shape[dim + 1]:
         return NotImplemented
     values, places = pieces.topk(k, dim + 1, largest, sorted)

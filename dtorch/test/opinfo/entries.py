@@ -110,7 +110,9 @@ def tolerance(op: Any, dtype: torch.dtype) -> Tolerance:
         op: The entry.
         dtype: The dtype of its inputs.
     """
-    rtol, atol = torch.testing._comparison.default_tolerances(dtype)
+    inexact = dtype.is_floating_point or dtype.is_complex
+    computed = dtype if inexact else torch.get_default_dtype()
+    rtol, atol = torch.testing._comparison.default_tolerances(computed)
     for info in op.decorators or ():
         if _concerns_values(info):
             for override in info.decorators:
