@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 
 from . import gradients, memo
-from .aliases import Path
 from .arguments import Arguments, mesh_of
 from .cache import Cache, CacheInfo, lookup
 from .compiled import Compiled, link, overwrite
@@ -28,6 +27,7 @@ from .placement import Placements, Replicate, complete
 from .recording import compile_call
 from .runtime import NATIVE, check_not_on_worker
 from .spec import Spec
+from .storages import STORAGE_FUNCTIONS, follow, in_its_storage, put_back
 from .strictness import strictly
 from .symbolic import SymbolicTensor
 from .tensor import (
@@ -149,44 +149,6 @@ def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs) if substitute is None else substitute(*args, **kwargs)
 
 
-class _OnView(NamedTuple):
-    """A function of the storage that a view is in, called on the view."""
-
-    function: Any
-    path: Path
-
-    def __call__(self, storage: SymbolicTensor, *args: Any, **kwargs: Any) -> Any:
-        return self.function(storage._tracer.view_along(storage, self.path), *args, **kwargs)
-
-
-def _in_its_storage(func: Any, leaves: list[Any]) -> tuple[Any, list[Any]]:
-    """Returns a call that reads the storage of a view as one on the storage."""
-    base = leaves[0] if leaves else None
-    if func not in _STORAGE_FUNCTIONS or not isinstance(base, Tensor) or base._aliases is None:
-        return func, leaves
-    group = base._aliases
-    path = group.path_of(base)
-    if group.whole is None:
-        raise MutationError(
-            f"as_strided of a view (shape {list(base.shape)}) reads the storage of its base, which "
-            "is gone.\n  Fix: call it on the base, or clone() the view."
-        )
-    if not path:
-        return func, leaves
-    storage = Tensor._of(*group.whole)
-    group.add(storage, ())
-    return _OnView(func, path), [storage, *leaves[1:]]
-
-
-_STORAGE_FUNCTIONS = {
-    torch.as_strided,
-    torch.Tensor.as_strided,
-    torch.as_strided_copy,
-    torch.ops.aten.as_strided.default,
-    torch.ops.aten.as_strided_copy.default,
-}
-
-
 def _with_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Lets autograd record the call; every operation below it is a program of its own."""
     leaves, treespec = flatten((args, kwargs))
@@ -258,7 +220,7 @@ def _run_eagerly(
     call: memo.NamedCall | None = None,
 ) -> Any:
     check_not_on_worker("calling a torch function")
-    func, leaves = _in_its_storage(func, leaves)
+    func, leaves = in_its_storage(func, leaves)
     dynamic = (float, int) if isinstance(func, _BUILTIN) else (float,)
     arguments = Arguments(leaves, dynamic, mesh)
     key = (func, treespec, arguments.key, settings())
@@ -271,7 +233,7 @@ def _run_eagerly(
     if entry is _ON_HOST:
         return _on_host(func, arguments, treespec)
     cache, run = (_operations, _run_below) if below_autograd else (_calls, _run_above)
-    if call is not None and func not in _STORAGE_FUNCTIONS:
+    if call is not None and func not in STORAGE_FUNCTIONS:
         memo.remember(cache, call, treespec, arguments, static, entry, run, check_aliases=False)
     return unflatten(entry.treespec, run(entry, arguments))
 
@@ -419,29 +381,6 @@ def _move(source: Any, mesh: DeviceMesh, placements: Placements) -> Any:
 # -- writes through views --------------------------------------------------------------------
 
 
-class _Follow(NamedTuple):
-    """From a storage to a view of it, as a function."""
-
-    path: Path
-
-    def __call__(self, storage: SymbolicTensor) -> SymbolicTensor:
-        tracer = storage._tracer
-        return tracer.wrap(tracer.follow(storage._storage, self.path))
-
-
-class _PutBack(NamedTuple):
-    """A storage with a new value in the place of a view, as a function."""
-
-    path: Path
-
-    def __call__(self, storage: SymbolicTensor, value: SymbolicTensor) -> SymbolicTensor:
-        tracer = storage._tracer
-        return tracer.wrap(tracer.put_back(storage._storage, self.path, tracer.read(value)))
-
-
-_follow, _put_back = functools.lru_cache(4096)(_Follow), functools.lru_cache(4096)(_PutBack)
-
-
 def _run_whole(function: Any, *tensors: Tensor) -> Tensor:
     """Runs a function of whole tensors, of which autograd knows nothing."""
     call = memo.NamedCall(function, tensors, {})
@@ -453,8 +392,8 @@ def _run_whole(function: Any, *tensors: Tensor) -> Tensor:
     return result
 
 
-EntryPoints.follow = lambda storage, path: _run_whole(_follow(path), storage)
-EntryPoints.put_back = lambda storage, path, value: _run_whole(_put_back(path), storage, value)
+EntryPoints.follow = lambda storage, path: _run_whole(follow(path), storage)
+EntryPoints.put_back = lambda storage, path, value: _run_whole(put_back(path), storage, value)
 EntryPoints.function = call_function
 EntryPoints.operation = call_operation
 EntryPoints.redistribute = redistribute

@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("gradients", "functionalization", "symbolic", "handlers", "tracing_modes", "tracer"),
     ("generator",),
     ("arguments", "cache", "compiled"),
-    ("recording", "calls", "memo"),
+    ("recording", "calls", "memo", "storages"),
     ("dispatch",),
     ("factories",),
     ("jit", "transforms"),
