@@ -238,7 +238,11 @@ def _run_eagerly(
     return unflatten(entry.treespec, run(entry, arguments))
 
 
-_RESIZES = {torch.Tensor.resize_, torch.Tensor.resize_as_}  # elements may be new, of any value
+_RESIZES = {
+    torch.Tensor.resize_,
+    torch.Tensor.resize_as_,
+    torch.resize_as_,
+}  # elements may be new, of any value
 
 
 def _run_above(compiled: Compiled, arguments: Arguments) -> list[Any]:
