@@ -1,7 +1,8 @@
 """The command: ``python -m dtorch.test.opinfo``.
 
 It sweeps the entries of PyTorch's OpInfo database, says on the standard error what came of each,
-and writes the report. It ends with status 1 if a value is wrong, or a process crashed or hung.
+and writes the report. It ends with status 1 if a value is wrong, if a process crashed or hung, or
+if fewer entries stay sharded than the page of --document claims.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import shlex
 import sys
 from pathlib import Path
 
 from .check import MODES
+from .document import Share, page, read_dtensor, unsharded
 from .layouts import MESHES
 from .pool import Pool
 from .report import expectation_lines, sums, table, worst
@@ -27,16 +30,26 @@ def main() -> int:
     if not names:
         print(f"no entry fits {options.op} with {plan}", file=sys.stderr)
         return 2
+    dtensor = read_dtensor(options.dtensor)
     results = _sweep(names, plan, options.jobs, options.limit)
     text = table(results, plan)
-    if options.report is None:
+    if options.report is not None:
+        options.report.write_text(text, encoding="utf-8")
+    if options.report is None and options.document is None:
         print(text, end="")
     else:
-        options.report.write_text(text, encoding="utf-8")
         print("\n".join(sums(results)))
     if options.expect is not None:
         options.expect.write_text(expectation_lines(results), encoding="utf-8")
-    return int(any(r.status in ("wrong", "crashed", "hung") for r in results))
+    is_bad = any(r.status in ("wrong", "crashed", "hung") for r in results)
+    if options.document is not None:
+        share, command = Share.of(results, unsharded()), shlex.join(sys.argv[1:])
+        command = f"python -m dtorch.test.opinfo {command}"
+        text = page(results, plan, unsharded(), dtensor, command)
+        options.document.write_text(text, encoding="utf-8")
+        print(share)
+        is_bad = is_bad or not share.is_reached
+    return int(is_bad)
 
 
 def _sweep(names: list[str], plan: Plan, jobs: int, limit: float) -> list[Result]:
@@ -69,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--jobs", type=int, default=1, help="how many processes")
     add("--limit", type=float, default=120, help="how many seconds an entry may take")
     add("--report", type=Path, metavar="FILE", help="where to write the table; else it is printed")
+    add("--document", type=Path, metavar="FILE", help="write the page docs/operators.md")
+    add("--dtensor", type=Path, metavar="FILE", help="what DTensor does, for the page")
     add("--expect", type=Path, metavar="FILE", help="write what tests/test_opinfo.py expects")
     return parser
 

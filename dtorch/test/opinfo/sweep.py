@@ -9,7 +9,7 @@ import dataclasses
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,7 @@ class Result:
         inner: How many had a tensor sharded on a dim other than 0.
         native: How many of those ran without gathering anything sharded.
         num_bytes: The bytes that the programs of the right ones communicate.
+        has_matrix: Whether a sample has a tensor argument of two or more dims.
         refused: How many samples PyTorch itself refuses.
         failures: The layouts that were not right.
         seconds: How long it took.
@@ -126,6 +127,7 @@ class Result:
     inner: int = 0
     native: int = 0
     num_bytes: int = 0
+    has_matrix: bool = False
     refused: int = 0
     failures: list[Failure] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
@@ -181,6 +183,7 @@ def sweep_entry(
         if leaves is None or any(_is_sparse(leaf) for leaf in leaves):
             result.refused += 1
             continue
+        result.has_matrix |= any(t.ndim > 1 for t in call.tensors)
         _sweep_call(op, call, leaves, plan, result, report)
     result.seconds = time.monotonic() - started
     return result
@@ -192,10 +195,11 @@ def _is_sparse(leaf: Any) -> bool:
 
 def _oracle(call: Call, plan: Plan) -> list[Any]:
     """What PyTorch gives."""
-    return expected_gradients(call) if plan.backward else _torch_value(call)
+    return expected_gradients(call) if plan.backward else torch_value(call)
 
 
-def _torch_value(call: Call, seed: int = SEED) -> list[Any]:
+def torch_value(call: Call, seed: int = SEED) -> list[Any]:
+    """Returns the leaves of what PyTorch gives for a call, with its generator at a seed."""
     if call.is_factory:
         return run(lambda: call.function(torch), seed=seed)
     return run(call, [t.detach().clone() for t in call.tensors], seed)
@@ -224,7 +228,7 @@ def _sweep_call(
             if outcome.status == "inexact" and _varies(call, leaves, plan):
                 expected = expected._replace(is_exact=False)
                 outcome = check(layout, expected)
-            if not plan.backward and _is_random(call, leaves):
+            if not plan.backward and is_random(call, leaves):
                 expected = expected._replace(leaves=_one_device_value(call, layout, leaves))
         result.add(outcome, where)
 
@@ -244,14 +248,21 @@ def _layouts(op: Any, call: Call, leaves: list[Any], plan: Plan) -> Iterator[Lay
     if call.is_factory:
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     yield whole(MESHES["1"], len(tensors))
-    drawn = random.Random(f"{op.full_name} {call.number} {plan.seed}")
+    yield from drawn_layouts(op.full_name, call.number, tensors, plan)
+
+
+def drawn_layouts(
+    name: str, number: int, tensors: Sequence[torch.Tensor], plan: Plan
+) -> Iterator[Layout]:
+    """Returns the layouts that a plan draws for the tensors of an entry's sample, by its number."""
+    drawn = random.Random(f"{name} {number} {plan.seed}")
     for mesh in plan.meshes:
         yield from draw(tensors, MESHES[mesh], plan.layouts, drawn)
 
 
-def _is_random(call: Call, leaves: list[Any]) -> bool:
-    """Whether another seed gives another value."""
-    return not _are_equal(leaves, _torch_value(call, SEED + 1))
+def is_random(call: Call, leaves: list[Any]) -> bool:
+    """Returns whether another seed gives another value than the leaves of this one."""
+    return not _are_equal(leaves, torch_value(call, SEED + 1))
 
 
 def _varies(call: Call, leaves: list[Any], plan: Plan) -> bool:
