@@ -260,6 +260,9 @@ def main() -> None:
     add("--limit", type=float, default=10, help="how many seconds an entry may take")
     add("--json", type=Path, metavar="FILE", required=True, help="where to write the results")
     options = parser.parse_args()
+    os.environ["PYTHONHASHSEED"] = (
+        "0"  # DTensor's choices among equals depend on it in each process
+    )
     plan = Plan(meshes=("2",), samples=options.samples, layouts=options.layouts, seed=options.seed)
     rows = sweep(plan.names(tuple(options.op)), plan, options.limit)
     text = json.dumps({"torch": torch.__version__, "plan": plan.to_json(), "entries": rows})

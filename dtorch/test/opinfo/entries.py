@@ -174,6 +174,7 @@ def calls(
         requires_grad: Whether the sample's differentiable tensors shall require grad.
     """
     torch.manual_seed(seed)
+    random.seed(seed)  # some samples have numbers of Python's
     samples = list(op.sample_inputs("cpu", dtype, requires_grad=requires_grad))
     found = [_call(op, number, s, variant) for number, s in enumerate(samples)]
     usable = [c for c in found if c is not None]
