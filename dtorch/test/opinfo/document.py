@@ -161,9 +161,10 @@ def _of_dtensor(dtensor: Mapping[str, Any]) -> str:
     plan = _dtensor_plan(dtensor)
     return (
         f"*DTensor*: how many of the first {plan.layouts} layouts on two devices of {plan.samples} "
-        f"samples torch {dtensor['torch']}'s DTensor gets right on two gloo processes. Values are "
-        "compared within the same tolerance, of random entries only shape and dtype. An entry "
-        "ends at the first layout in which a process hangs, or raises alone."
+        f"samples torch {dtensor['torch']}'s DTensor gets right on two gloo processes, which share "
+        "one PYTHONHASHSEED: with different ones, some wait for each other or are wrong at times. "
+        "Values are compared within the same tolerance, of random entries only shape and dtype. "
+        "An entry ends at the first layout in which a process hangs, or raises alone."
     )
 
 
