@@ -23,10 +23,12 @@ class AliasGroup:
     Args:
         whole: The storage itself, as the spec and the shards of a tensor; None where nobody has
             it, as with two views of what a jitted function did not return.
+        is_part: Whether that is a view of a storage whose rest is gone.
     """
 
-    def __init__(self, whole: tuple[Spec, Shards] | None) -> None:
+    def __init__(self, whole: tuple[Spec, Shards] | None, is_part: bool = False) -> None:
         self.whole = whole
+        self.is_part = is_part
         self._members: dict[int, tuple[weakref.ref[Tensor], Path]] = {}
         self._limit = 8
 

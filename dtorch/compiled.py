@@ -177,7 +177,11 @@ class Compiled:
         if output.kind == "sibling":
             assert output.leaf is not None
             first, path = output.leaf
-            return link(before[first], values[output.item], path)
+            group = before[first]._aliases
+            if group is None or group.whole is not None:
+                return link(before[first], values[output.item], path)
+            group.add(values[output.item], path)
+            return values[output.item]
         if output.kind == "again":
             return before[output.item]
         if output.kind == "part":
@@ -295,9 +299,8 @@ def _rebind(target: Tensor, value: Tensor) -> list[Tensor]:
     others = [] if group is None else group.others(target)
     if group is None or not others:
         _give(target, value)
-        if group is not None:  # that of a view is put together no more: nobody sees it
-            whole = group.whole is not None and not group.path_of(target)
-            group.whole = (target._spec, target._shards) if whole else None
+        if group is not None:
+            _be_alone(target, group)
         return [target]
     assert group.whole is not None
     path = group.path_of(target)
@@ -309,6 +312,12 @@ def _rebind(target: Tensor, value: Tensor) -> list[Tensor]:
     for tensor, now in changed:
         _give(tensor, now)
     return [target, *(t for t, _ in others)]
+
+
+def _be_alone(tensor: Tensor, group: AliasGroup) -> None:
+    """Makes a tensor, the last of its group, a storage of its own: nobody sees the rest of it."""
+    is_part = group.is_part or group.whole is None or bool(group.path_of(tensor))
+    AliasGroup((tensor._spec, tensor._shards), is_part).add(tensor, ())
 
 
 def overwrite(tensor: Tensor, value: torch.Tensor) -> None:
@@ -356,5 +365,9 @@ def link(base: Tensor, view: Tensor, path: Path) -> Tensor:
     if group is None:
         group = AliasGroup((base._spec, base._shards))
         group.add(base, ())
+    elif group.whole is None and not group.others(base):
+        _be_alone(base, group)
+        group = base._aliases
+        assert group is not None
     group.add(view, (*group.path_of(base), *path))
     return view

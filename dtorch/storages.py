@@ -58,7 +58,7 @@ def in_its_storage(func: Any, leaves: list[Any]) -> tuple[Any, list[Any]]:
         return func, leaves
     group = base._aliases
     path = group.path_of(base)
-    if group.whole is None:
+    if group.whole is None or group.is_part:
         raise MutationError(
             f"as_strided of a view (shape {list(base.shape)}) reads the storage of its base, which "
             "is gone.\n  Fix: call it on the base, or clone() the view."

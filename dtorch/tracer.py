@@ -620,9 +620,11 @@ def _returns_list(op: torch._ops.OpOverload) -> bool:
 def _refuse_seeding(before: torch.Tensor) -> None:
     """Raises if the traced function has seeded PyTorch's generator, which only a run can do."""
     generator = torch.default_generator
-    seeded = torch.Generator().manual_seed(generator.initial_seed()).get_state()
     now = generator.get_state()
-    if not torch.equal(before, now) and torch.equal(now, seeded):
+    if torch.equal(before, now):
+        return
+    seeded = torch.Generator().manual_seed(generator.initial_seed()).get_state()
+    if torch.equal(now, seeded):
         raise TraceError(
             f"a traced function calls torch.manual_seed({generator.initial_seed()}), which would "
             "seed the generator once, when it is traced, and not in each call.\n"

@@ -434,6 +434,33 @@ def test_writes_through_a_view_and_its_base_are_seen_by_both(view: Callable[...,
         assert values(sharded(torch.arange(4.0))) == values(torch.arange(4.0))
 
 
+def test_a_view_whose_base_is_gone_is_a_storage_of_its_own() -> None:
+    """Also after it was written to, and where a jitted function made it."""
+
+    def last(make: Callable[..., Any], view: Any) -> list[Any]:
+        v = view(make(torch.arange(6.0)))
+        v.add_(1)
+        w = v[:2]
+        v.mul_(2)
+        w.add_(1)
+        return [v.tolist(), w.tolist()]
+
+    def views(x: Any) -> Any:
+        y = x * 1
+        return y[1:], y[:1]
+
+    expected = last(torch.clone, lambda x: x[1:])
+    assert last(sharded, lambda x: x[1:]) == expected
+    assert last(sharded, lambda x: dtorch.jit(views)(x)[0]) == expected
+
+
+@pytest.mark.parametrize("placement", [Replicate(), dtorch.Shard(0), dtorch.Partial()])
+def test_a_copy_over_itself_reads_the_old_values(placement: Any) -> None:
+    x = sharded(torch.arange(5.0), [placement])
+    x[1:] = x[:-1]
+    assert x.tolist() == [0, 0, 1, 2, 3]
+
+
 def test_an_expanded_view_is_not_written_to() -> None:
     x = sharded(torch.arange(4.0))
     v = x.expand(3, 4)

@@ -141,15 +141,15 @@ def _batch_norm_with_statistics(
     if not training:
         return NotImplemented
     result, mean, scale = _batch_norm(x, weight, bias, eps)
-    count = x.numel() // x.shape[1]
-    variance = (scale**-2 - eps) * (count / max(count - 1, 1))
+    dims = tuple(d for d in range(x.ndim) if d != 1)
+    variance, _ = variance_and_mean(wide(x), dims, 1)
     dtype = _statistics_dtype(x, weight, bias, running_mean, running_var)
     return (
         result,
         mean.to(dtype),
         scale.to(dtype),
         torch.lerp(running_mean, mean.to(running_mean.dtype), momentum),
-        torch.lerp(running_var, variance.to(running_var.dtype), momentum),
+        torch.lerp(running_var, variance.flatten().to(running_var.dtype), momentum),
     )
 
 
