@@ -2,11 +2,19 @@
 
 A tensor is the whole storage, or a view of it along a path of view operations. Shards are not
 shared: after a write the storage is put together anew, and what else shares it is made again.
+
+One lock orders what client threads do with it. A write to a tensor that nothing shares does not
+need it: the executors do that in one step, from reading the tensor to its new value. A tensor in a
+group is left to the code that holds the lock, so `held` puts one in a group of its own meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .runtime import Shards
@@ -17,8 +25,16 @@ Path = tuple[Any, ...]
 """The view operations, `symbolic.ViewStep`s, from a storage to a tensor; empty for all of it."""
 
 
+lock = threading.RLock()
+"""Held from reading a tensor that shares a storage until all that shares it has the new value.
+
+Taken before the locks of generators and of tracing, never after.
+"""
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+
 class AliasGroup:
-    """The tensors that share one storage in PyTorch's sense, held weakly.
+    """The tensors that share one storage in PyTorch's sense, held weakly; used under the lock.
 
     Args:
         whole: The storage itself, as the spec and the shards of a tensor; None where nobody has
@@ -47,6 +63,8 @@ class AliasGroup:
 
     def others(self, tensor: Tensor) -> list[tuple[Tensor, Path]]:
         """Returns the other living members, and where each is in the storage."""
+        if len(self._members) == 1 and id(tensor) in self._members:
+            return []
         self._drop_the_dead()
         living = ((reference(), path) for reference, path in self._members.values())
         return [(t, path) for t, path in living if t is not None and t is not tensor]
@@ -57,3 +75,26 @@ class AliasGroup:
 
     def _drop_the_dead(self) -> None:
         self._members = {k: m for k, m in self._members.items() if m[0]() is not None}
+
+
+def grouped(tensor: Tensor) -> AliasGroup:
+    """Returns the group of a tensor, made if it is in none."""
+    group = tensor._aliases
+    if group is None:
+        group = AliasGroup(None)
+        group.add(tensor, ())  # before its value is read, which others do not write from then on
+        group.whole = tensor._spec, tensor._shards
+    return group
+
+
+@contextlib.contextmanager
+def held(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A context with the lock, in which no other thread writes to the tensors."""
+    with lock:
+        made = [(t, grouped(t)) for t in tensors if t._aliases is None]
+        try:
+            yield
+        finally:
+            for tensor, group in made:
+                if tensor._aliases is group and not group.others(tensor):
+                    group.remove(tensor)

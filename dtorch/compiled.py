@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import generator
+from . import aliases, generator
 from .aliases import AliasGroup, Path
 from .arguments import Arguments
 from .errors import DTorchError, MutationError
@@ -85,6 +85,26 @@ class Compiled:
         self, arguments: Arguments, check_aliases: bool, below_autograd: bool = False
     ) -> list[Any]:
         """Submits the program and returns the result's leaves, and after them the extra ones."""
+        shared = self._shared(arguments.leaves)
+        if not shared:
+            return self._run(arguments, check_aliases, below_autograd)
+        with aliases.held(shared):
+            return self._run(arguments, check_aliases, below_autograd)
+
+    def _shared(self, leaves: list[Any]) -> list[Tensor]:
+        """The tensors that are written to, or that a result shares its storage with."""
+        owners = [source.item for _, source in self.mutated if source.kind != "leaf"]
+        owners += [leaves[source.item] for _, source in self.mutated if source.kind == "leaf"]
+        owners += [leaves[leaf] for _, leaf, _ in self.reformed]
+        owners += [leaves[leaf] for _, leaf in self.reduced]
+        for output in self.outputs:
+            if output.kind == "alias":
+                assert output.leaf is not None
+                owner = output.leaf[0]
+                owners.append(owner if isinstance(owner, Tensor) else leaves[owner])
+        return [owner for owner in owners if isinstance(owner, Tensor)]
+
+    def _run(self, arguments: Arguments, check_aliases: bool, below_autograd: bool) -> list[Any]:
         leaves, read = arguments.leaves, arguments.values
         if self.mutated:
             self._check_mutation(leaves, check_aliases or len(self.mutated) > 1)
@@ -316,12 +336,19 @@ def _rebind(target: Tensor, value: Tensor) -> list[Tensor]:
 
 def _be_alone(tensor: Tensor, group: AliasGroup) -> None:
     """Makes a tensor, the last of its group, a storage of its own: nobody sees the rest of it."""
-    is_part = group.is_part or group.whole is None or bool(group.path_of(tensor))
-    AliasGroup((tensor._spec, tensor._shards), is_part).add(tensor, ())
+    if group.is_part or group.whole is None or group.path_of(tensor):
+        AliasGroup((tensor._spec, tensor._shards), is_part=True).add(tensor, ())
+    else:
+        group.whole = tensor._spec, tensor._shards
 
 
 def overwrite(tensor: Tensor, value: torch.Tensor) -> None:
     """Gives a tensor the value, and if it differs the shape, of a torch tensor."""
+    with aliases.held([tensor]):
+        _overwrite(tensor, value)
+
+
+def _overwrite(tensor: Tensor, value: torch.Tensor) -> None:
     _check_writable(tensor)
     spec = tensor._spec
     if tensor.shape == value.shape:
@@ -347,7 +374,10 @@ def _reform(tensor: Tensor, value: Tensor, path: Path | None) -> None:
 
 def _give(tensor: Tensor, value: Tensor) -> None:
     moved = _in_layout(value, tensor)
-    tensor._shards, tensor._reduced = moved._shards, None if moved is value else value
+    tensor._reduced = None  # of the old shards: first, for who reads it meanwhile
+    tensor._shards = moved._shards
+    if moved is not value:
+        tensor._reduced = value
 
 
 def _in_layout(value: Tensor, other: Tensor) -> Tensor:
@@ -361,13 +391,18 @@ def _in_layout(value: Tensor, other: Tensor) -> Tensor:
 
 def link(base: Tensor, view: Tensor, path: Path) -> Tensor:
     """Remembers that a tensor shares the storage of another, and how it is a view of it."""
-    group = base._aliases
-    if group is None:
-        group = AliasGroup((base._spec, base._shards))
-        group.add(base, ())
-    elif group.whole is None and not group.others(base):
-        _be_alone(base, group)
-        group = base._aliases
-        assert group is not None
-    group.add(view, (*group.path_of(base), *path))
+    with aliases.lock:
+        group = aliases.grouped(base)
+        if group.whole is None and not group.others(base):
+            _be_alone(base, group)
+            group = aliases.grouped(base)
+        group.add(view, (*group.path_of(base), *path))
     return view
+
+
+def refresh(view: Tensor) -> None:
+    """Reads a view again, whose base was written to before the two were linked."""
+    with aliases.lock:
+        group = view._aliases
+        if group is not None and group.whole is not None:
+            _give(view, EntryPoints.follow(Tensor._of(*group.whole), group.path_of(view)))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import gradients, memo
+from . import aliases, gradients, memo
 from .arguments import Arguments, mesh_of
 from .cache import Cache, CacheInfo, lookup
 from .compiled import Compiled, link, overwrite
@@ -191,11 +191,12 @@ def _set_data(target: Tensor, value: Any) -> None:
             f"x.data = ...: a distributed {target._spec!r} takes only a dtorch.Tensor of the same "
             f"shape and dtype, not {type(value).__name__} {list(getattr(value, 'shape', ()))}."
         )
-    moved = value.detach().redistribute(target.device_mesh, target.placements)
-    if target._aliases is not None:
-        target._aliases.remove(target)
-    target._shards, target._reduced = moved._shards, None
-    link(value, target, ())
+    with aliases.held([target, value]):
+        moved = value.detach().redistribute(target.device_mesh, target.placements)
+        if target._aliases is not None:
+            target._aliases.remove(target)
+        target._shards, target._reduced = moved._shards, None
+        link(value, target, ())
 
 
 def run_traced(function: Callable[..., Any], args: tuple[Any, ...], mesh: DeviceMesh) -> Any:

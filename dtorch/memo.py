@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from . import calls
 from .arguments import Arguments
-from .compiled import Compiled, Output, link
+from .compiled import Compiled, Output, link, refresh
 from .runtime import NATIVE
 from .tracer import Source
 from .tree import unflatten
@@ -120,6 +120,7 @@ def _made(
         "written": next(((output, source.item) for output, source in compiled.mutated), None),
         "links": [(i, *o.leaf) for i, o in enumerate(outputs) if o.leaf is not None],
         "link": link,
+        "refresh": refresh,
         "unflatten": None if is_leaf else compiled.treespec.unflatten,
     }
 

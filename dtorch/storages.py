@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .aliases import Path
+from . import aliases
+from .aliases import AliasGroup, Path
 from .errors import MutationError
 from .symbolic import SymbolicTensor
 from .tensor import Tensor
@@ -56,7 +57,13 @@ def in_its_storage(func: Any, leaves: list[Any]) -> tuple[Any, list[Any]]:
     base = leaves[0] if leaves else None
     if func not in STORAGE_FUNCTIONS or not isinstance(base, Tensor) or base._aliases is None:
         return func, leaves
-    group = base._aliases
+    with aliases.lock:
+        return _in_its_storage(func, base, base._aliases, leaves[1:])
+
+
+def _in_its_storage(
+    func: Any, base: Tensor, group: AliasGroup, rest: list[Any]
+) -> tuple[Any, list[Any]]:
     path = group.path_of(base)
     if group.whole is None or group.is_part:
         raise MutationError(
@@ -64,10 +71,10 @@ def in_its_storage(func: Any, leaves: list[Any]) -> tuple[Any, list[Any]]:
             "is gone.\n  Fix: call it on the base, or clone() the view."
         )
     if not path:
-        return func, leaves
+        return func, [base, *rest]
     storage = Tensor._of(*group.whole)
     group.add(storage, ())
-    return _OnView(func, path), [storage, *leaves[1:]]
+    return _OnView(func, path), [storage, *rest]
 
 
 STORAGE_FUNCTIONS = {

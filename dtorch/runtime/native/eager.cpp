@@ -333,7 +333,7 @@ struct Entry {
   int written = -1, written_leaf = -1;        // the output that is the new value of a leaf
   bool counts_writes = false;                 // whether that is a new version of the leaf
   std::vector<std::tuple<int, int, py::object>> links;  // a result that is a view of a leaf
-  py::object link;                                // what makes it so
+  py::object link, refresh;                       // what makes it so; what reads it again
   py::object unflatten;      // none where the result is one leaf
 };
 
@@ -473,6 +473,7 @@ class CallCache {
       entry.links.push_back({result, place.at(leaf), path});
     }
     entry.link = made["link"];
+    entry.refresh = made["refresh"];
     entry.unflatten = made["unflatten"];
     return entry;
   }
@@ -506,6 +507,12 @@ class CallCache {
     if (!entry) return py::object();
     hits++;
     Wrapper* target = entry->written < 0 ? nullptr : wrapper_of(key.leaves[entry->written_leaf]);
+    Site site;
+    if (target) {  // found first, which may run Python: from reading to writing, no other thread may
+      std::vector<PyObject*> met = key.leaves;
+      site = user_site();
+      key.leaves = std::move(met);
+    }
     // A write that others may see, or into another layout, is Python's.
     bool is_simple = entry->program && (!target || (!target->aliases && !target->is_inference() &&
                                                     target->spec == entry->forms[entry->written]->spec));
@@ -532,15 +539,16 @@ class CallCache {
     for (auto [output, leaf] : entry->reduced) {
       partial.emplace_back(output, py::reinterpret_borrow<py::object>(key.leaves[leaf]));
     }
-    c10::SmallVector<py::object, 1> linked;
+    c10::SmallVector<std::pair<py::object, ShardsPtr>, 1> linked;
     for (const auto& [result, leaf, path] : entry->links) {
-      linked.push_back(py::reinterpret_borrow<py::object>(key.leaves[leaf]));
+      linked.emplace_back(py::reinterpret_borrow<py::object>(key.leaves[leaf]),
+                          wrapper_of(key.leaves[leaf])->shards);
     }
     // From here on Python may run other code (a collection), which uses the encoder too, and other
     // threads, which must see no value whose program is not yet queued: theirs would come before it.
     py::object written, reduced_before;
     if (target) written = py::reinterpret_borrow<py::object>(key.leaves[entry->written_leaf]);
-    call->site = user_site();
+    call->site = target ? site : user_site();
     submit(call);
     if (target) {
       target->shards = call->outputs[entry->written];
@@ -562,7 +570,11 @@ class CallCache {
     }
     for (size_t i = 0; i < linked.size(); i++) {
       const auto& [result, leaf, path] = entry->links[i];
-      entry->link(linked[i], results[result], path);
+      const auto& [base, seen] = linked[i];
+      entry->link(base, results[result], path);
+      // From now on no write to the base is done here; one that came before, the view has missed.
+      Wrapper* now = wrapper_of(base.ptr());
+      if (now != target && now->shards != seen) entry->refresh(results[result]);
     }
     if (entry->unflatten.is_none()) return results[0];
     py::list listed(results.size());
