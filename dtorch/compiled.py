@@ -238,6 +238,8 @@ def may_be_refused(program: Program) -> bool:
         if isinstance(instruction, Apply):
             operands = [r.id for r in refs((instruction.args, instruction.kwargs))]
             dtypes = {program.specs[v].dtype for v in operands or instruction.results()}
+            settings = (*instruction.args, *dict(instruction.kwargs).values())
+            dtypes.update(a for a in settings if isinstance(a, torch.dtype))
             common = len(dtypes) < 2 and dtypes <= {torch.float32, torch.float64}
             if not common or any(w in instruction.op.name() for w in _FOR_INTEGERS):
                 return True
@@ -280,7 +282,8 @@ def _check_as_inferred(tensor: Tensor) -> None:
 
 
 def _is_about_dtypes(error: BaseException) -> bool:
-    words = ("not implemented for", "dtype", "data type", "scalar type", "boolean", "bool tensor")
+    words = ("not implemented for", "does not support", "dtype", "data type", "scalar type")
+    words += ("output type", "boolean", "bool tensor")
     named = any(word in str(error).lower() for word in words)
     return isinstance(error, (NotImplementedError, TypeError)) or named
 

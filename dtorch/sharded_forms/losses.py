@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .reduction import mean_of_all
-from .registry import form, places_along, wide
+from .registry import FLOATING, form, places_along, wide
 
 aten = torch.ops.aten
 _SUM = 2
@@ -55,7 +56,8 @@ def _loss(op: torch._ops.OpOverload) -> None:
         given = _arguments(op, args, kwargs)
         if given["reduction"] != 1:
             return NotImplemented
-        return mean_of_all(op(**given | {"reduction": 0}))
+        losses = op(**given | {"reduction": 0})
+        return mean_of_all(losses)  # what is not floating has none
 
 
 for _op in (
@@ -80,7 +82,17 @@ def _by_class(weight: Tensor, classes: Tensor) -> Tensor:
     return weight.index_select(0, classes.flatten()).view(classes.shape)
 
 
-@form(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def _with_classes(given: Sequence[torch.dtype]) -> bool:
+    """Scores, the class of each sample, and perhaps weights of the dtype of the scores."""
+    scores, target, *weight = given
+    return (
+        scores in FLOATING
+        and target in (torch.int64, torch.uint8)
+        and all(w == scores for w in weight)
+    )
+
+
+@form(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, takes=_with_classes)
 def _nll_loss(
     x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .reduction import variance_and_mean
-from .registry import count_of, form, wide
+from .registry import FLOATING, count_of, first, form, wide, with_parameters
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ def _last(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(range(x.ndim - len(shape), x.ndim))
 
 
-@form(aten.native_layer_norm.default)
+@form(aten.native_layer_norm.default, takes=with_parameters)
 def _native_layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,7 +51,7 @@ def _native_layer_norm(
     return _scaled(result, weight, bias).to(x.dtype), mean.to(dtype), scale.to(dtype)
 
 
-@form(aten.layer_norm.default)
+@form(aten.layer_norm.default, takes=with_parameters)
 def _layer_norm(
     x: Tensor,
     shape: Sequence[int],
@@ -63,7 +63,7 @@ def _layer_norm(
     return _native_layer_norm(x, shape, weight, bias, eps)[0]
 
 
-@form(aten.rms_norm.default)
+@form(aten.rms_norm.default, takes=first(FLOATING))
 def _rms_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
@@ -81,7 +81,7 @@ def _through_normalization(
     return (grad - mean - along) * scale
 
 
-@form(aten.native_layer_norm_backward.default)
+@form(aten.native_layer_norm_backward.default, takes=first(FLOATING))
 def _layer_norm_backward(
     grad: Tensor,
     x: Tensor,
@@ -116,7 +116,7 @@ def _batch_norm(
     return result.to(x.dtype), mean.flatten(), scale.flatten()
 
 
-@form(aten._native_batch_norm_legit.no_stats)
+@form(aten._native_batch_norm_legit.no_stats, takes=with_parameters)
 def _batch_norm_without_statistics(
     x: Tensor, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> Any:
@@ -127,7 +127,7 @@ def _batch_norm_without_statistics(
     return result, mean.to(dtype), scale.to(dtype)
 
 
-@form(aten._native_batch_norm_legit_functional.default)
+@form(aten._native_batch_norm_legit_functional.default, takes=with_parameters)
 def _batch_norm_with_statistics(
     x: Tensor,
     weight: Any,
@@ -153,7 +153,7 @@ def _batch_norm_with_statistics(
     )
 
 
-@form(aten.native_batch_norm.default)
+@form(aten.native_batch_norm.default, takes=with_parameters)
 def _native_batch_norm(
     x: Tensor,
     weight: Any,
@@ -169,7 +169,7 @@ def _native_batch_norm(
     return _batch_norm_without_statistics(x, weight, bias, training, momentum, eps)
 
 
-@form(aten.native_batch_norm_backward.default)
+@form(aten.native_batch_norm_backward.default, takes=first(FLOATING))
 def _batch_norm_backward(
     grad: Tensor,
     x: Tensor,
@@ -196,7 +196,7 @@ def _batch_norm_backward(
     return tuple(make() if wanted else None for make, wanted in zip(grads, mask, strict=True))
 
 
-@form(aten.native_group_norm.default)
+@form(aten.native_group_norm.default, takes=with_parameters)
 def _group_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -211,4 +211,5 @@ def _group_norm(
     result, mean, scale = _normalized(groups, tuple(range(2, groups.ndim)), eps)
     result = result.flatten(1, 2)
     result = _scaled(result, _by_channel(weight, x.ndim), _by_channel(bias, x.ndim))
-    return result.to(x.dtype), mean.flatten(1).to(x.dtype), scale.flatten(1).to(x.dtype)
+    dtype = _statistics_dtype(x, weight, bias)
+    return result.to(x.dtype), mean.flatten(1).to(dtype), scale.flatten(1).to(dtype)

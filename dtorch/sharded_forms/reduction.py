@@ -9,9 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .registry import count_of, dims_of, form, places_along, squeezed, wide
+from .registry import (
+    FLOATING,
+    INEXACT,
+    alike,
+    count_of,
+    dims_of,
+    first,
+    form,
+    places_along,
+    squeezed,
+    wide,
+)
 
 aten = torch.ops.aten
+_REAL = FLOATING | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 @form(aten.mean.dim)
@@ -19,6 +31,8 @@ def _mean(
     x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     x = x if dtype is None else x.to(dtype)
+    if x.dtype not in INEXACT:
+        return NotImplemented
     dims = dims_of(x, dim)
     return (wide(x).sum(dims, keepdim=keepdim) / count_of(x, dims)).to(x.dtype)
 
@@ -39,7 +53,7 @@ def variance_and_mean(x: Tensor, dims: tuple[int, ...], correction: float) -> tu
     return total / max(count - correction, 0), mean
 
 
-@form(aten.var_mean.correction)
+@form(aten.var_mean.correction, takes=first(INEXACT))
 def _var_mean_of(
     x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -49,19 +63,19 @@ def _var_mean_of(
     return squeezed(variance.to(real), dims, keepdim), squeezed(mean.to(x.dtype), dims, keepdim)
 
 
-@form(aten.var.correction)
+@form(aten.var.correction, takes=first(INEXACT))
 def _var(x: Tensor, dim: Any = None, **options: Any) -> Tensor:
     return _var_mean_of(x, dim, **options)[0]
 
 
-@form(aten.std_mean.correction)
+@form(aten.std_mean.correction, takes=first(INEXACT))
 def _std_mean(x: Tensor, dim: Any = None, **options: Any) -> tuple[Tensor, Tensor]:
     variance, mean = _var_mean_of(wide(x), dim, **options)
     real = x.real.dtype if x.is_complex() else x.dtype
     return variance.sqrt().to(real), mean.to(x.dtype)
 
 
-@form(aten.std.correction)
+@form(aten.std.correction, takes=first(INEXACT))
 def _std(x: Tensor, dim: Any = None, **options: Any) -> Tensor:
     return _std_mean(x, dim, **options)[0]
 
@@ -76,6 +90,8 @@ def _vector_norm(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     x = x if dtype is None else x.to(dtype)
+    if x.dtype not in INEXACT:
+        return NotImplemented
     dims = dims_of(x, dim)
     magnitude = wide(x).abs()
     if ord == math.inf:
@@ -93,12 +109,12 @@ def _vector_norm(
     return result.to(x.real.dtype if x.is_complex() else x.dtype)
 
 
-@form(aten.dist.default)
+@form(aten.dist.default, takes=alike(INEXACT))
 def _dist(x: Tensor, other: Tensor, p: float = 2) -> Tensor:
     return torch.linalg.vector_norm(x - other, p)
 
 
-@form(aten.nansum.default)
+@form(aten.nansum.default, takes=first(_REAL | {torch.bool}))
 def _nansum(
     x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -115,7 +131,7 @@ def _count_nonzero_along(x: Tensor, dim: int | None = None) -> Tensor:
     return (x != 0).sum(dims_of(x, dim))
 
 
-@form(aten.trace.default)
+@form(aten.trace.default, takes=first(_REAL | INEXACT))
 def _trace(x: Tensor) -> Tensor:
     return torch.where(places_along(x, 0) == places_along(x, 1), x, 0).sum()
 
@@ -139,12 +155,12 @@ def _extreme_along(x: Tensor, dim: int, keepdim: bool, largest: bool) -> tuple[T
     return squeezed(value, dims, keepdim), squeezed(place, dims, keepdim)
 
 
-@form(aten.max.dim)
+@form(aten.max.dim, takes=first(_REAL | {torch.bool}))
 def _max(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     return _extreme_along(x, dim, keepdim, True)
 
 
-@form(aten.min.dim)
+@form(aten.min.dim, takes=first(_REAL | {torch.bool}))
 def _min(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     return _extreme_along(x, dim, keepdim, False)
 
@@ -165,13 +181,13 @@ def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tup
     return x.amin(dims, keepdim=keepdim), x.amax(dims, keepdim=keepdim)
 
 
-@form(aten.argmax.default)
+@form(aten.argmax.default, takes=first(_REAL))
 def _argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     dims = dims_of(x, dim)
     return squeezed(_extreme(x, dims, True)[1], dims, keepdim)
 
 
-@form(aten.argmin.default)
+@form(aten.argmin.default, takes=first(_REAL))
 def _argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
     dims = dims_of(x, dim)
     return squeezed(_extreme(x, dims, False)[1], dims, keepdim)

@@ -1,7 +1,12 @@
-"""The registry of the forms, and what several of them are made of."""
+"""The registry of the forms, and what several of them are made of.
+
+A form computes with what PyTorch promotes and converts, where the kernel that it stands for would
+refuse a dtype. So each says which it takes, and with others the kernel is asked, which raises.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +17,10 @@ from torch import Tensor
 from ..placement import Replicate
 
 _Form = Callable[..., Any]
+_Takes = Callable[[Sequence[torch.dtype]], bool]
+HALF = frozenset({torch.float16, torch.bfloat16})
+FLOATING = HALF | {torch.float32, torch.float64}
+INEXACT = FLOATING | {torch.complex64, torch.complex128}
 _FORMS: dict[torch._ops.OpOverload, _Form] = {}
 
 
@@ -20,15 +29,43 @@ def sharded_form(op: torch._ops.OpOverload) -> _Form | None:
     return _FORMS.get(op)
 
 
-def form(*ops: torch._ops.OpOverload) -> Callable[[_Form], _Form]:
-    """Registers a function as the form of operations."""
+def form(*ops: torch._ops.OpOverload, takes: _Takes | None = None) -> Callable[[_Form], _Form]:
+    """Registers a function as the form of operations.
+
+    Args:
+        ops: The operations.
+        takes: Says of the dtypes of the tensors among the arguments, in their order, whether the
+            kernels of the operations take them; None if they take all.
+    """
 
     def register(function: _Form) -> _Form:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            given = [a.dtype for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            return function(*args, **kwargs) if takes is None or takes(given) else NotImplemented
+
         for op in ops:
-            _FORMS[op] = function
+            _FORMS[op] = checked
         return function
 
     return register
+
+
+def alike(dtypes: frozenset[torch.dtype]) -> _Takes:
+    """Tensors of one dtype, among these."""
+    return lambda given: given[0] in dtypes and len(set(given)) == 1
+
+
+def first(dtypes: frozenset[torch.dtype]) -> _Takes:
+    """A first tensor of one of these dtypes, and any others."""
+    return lambda given: given[0] in dtypes
+
+
+def with_parameters(given: Sequence[torch.dtype]) -> bool:
+    """Floating tensors of one dtype, or a first one of half precision with float32 ones."""
+    rest = set(given[1:])
+    mixed = given[0] in HALF and rest == {torch.float32}
+    return given[0] in FLOATING and (rest <= {given[0]} or mixed)
 
 
 def wide(x: Tensor) -> Tensor:

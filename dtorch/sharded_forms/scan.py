@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .registry import form, places_along, replicated
+from .registry import FLOATING, first, form, places_along, replicated
 
 aten = torch.ops.aten
 
@@ -55,13 +55,9 @@ def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     return _scan(x, dim, along, torch.mul, 1)
 
 
-@form(aten.logcumsumexp.default)
+@form(aten.logcumsumexp.default, takes=first(FLOATING))
 def _logcumsumexp(x: Tensor, dim: int) -> Any:
-    return (
-        NotImplemented
-        if x.is_complex()
-        else _scan(x, dim, torch.logcumsumexp, torch.logaddexp, -math.inf)
-    )
+    return _scan(x, dim, torch.logcumsumexp, torch.logaddexp, -math.inf)
 
 
 @form(aten.prod.dim_int)
