@@ -30,6 +30,51 @@ LIKE_ARGUMENT = {
 """Operations that have no meta kernel, and the argument whose shape and dtype the result has."""
 
 
+def as_meta_kernel_takes(op: torch._ops.OpOverload, args: list[Any]) -> list[Any]:
+    """Returns arguments that a meta kernel takes, for those that only the CPU kernel does.
+
+    Args:
+        op: The operation.
+        args: Its positional arguments, meta tensors among them.
+    """
+    change = _CHANGES.get(op)
+    return args if change is None else change(*args)
+
+
+def _with_long_target(x: Tensor, target: Tensor, *rest: Any) -> list[Any]:
+    """The classes may be bytes."""
+    return [x, target.long() if target.dtype == torch.uint8 else target, *rest]
+
+
+def _with_long_target_after(grad: Tensor, *rest: Any) -> list[Any]:
+    return [grad, *_with_long_target(*rest)]
+
+
+def _norm_of_some(x: Tensor, ord: float = 2, dim: Any = None, *rest: Any) -> list[Any]:
+    """A norm that no elements have is one of none if only the other dims are empty."""
+    dims = [] if dim is None else dim if isinstance(dim, (list, tuple)) else [dim]
+    is_of_some = bool(dims) and all(x.shape[d] for d in dims if -x.ndim <= d < x.ndim)
+    return [x, 2 if ord < 0 and is_of_some else ord, dim, *rest]
+
+
+def _with_scalars_on_cpu(x: Any, first: Any, second: Any, scalars: Tensor) -> list[Any]:
+    """The scalars are read, whatever the device of the tensors."""
+    return [x, first, second, torch.ones(scalars.shape, dtype=scalars.dtype, device="cpu")]
+
+
+_CHANGES: dict[torch._ops.OpOverload, Callable[..., list[Any]]] = {
+    aten.linalg_vector_norm.default: _norm_of_some,
+    aten._foreach_addcdiv.Tensor: _with_scalars_on_cpu,
+    aten._foreach_addcdiv_.Tensor: _with_scalars_on_cpu,
+    aten._foreach_addcmul.Tensor: _with_scalars_on_cpu,
+    aten._foreach_addcmul_.Tensor: _with_scalars_on_cpu,
+    aten.nll_loss_forward.default: _with_long_target,
+    aten.nll_loss2d_forward.default: _with_long_target,
+    aten.nll_loss_backward.default: _with_long_target_after,
+    aten.nll_loss2d_backward.default: _with_long_target_after,
+}
+
+
 def corrected(op: torch._ops.OpOverload, arguments: dict[str, Any], results: Any) -> Any:
     """Returns the results of an operation's meta kernel as its CPU kernel gives them.
 

@@ -20,6 +20,7 @@ from .mesh import DeviceMesh
 from .placement import Placement, Placements
 from .program import Localize
 from .propagation import propagate
+from .refusals import as_torch_refuses
 from .rules import Meta, OpCall, Sharding, replicated, rule_of, sizes_by_name
 from .rules.pointwise import is_pointwise, pointwise
 from .spec import Spec
@@ -84,7 +85,13 @@ def _remembered(
 def _decide(
     asked: Question, mesh: DeviceMesh | None, wanted: Placements | None, draws: bool
 ) -> Decision:
-    results = answer(asked)
+    with as_torch_refuses(asked.op, *asked.arguments()):
+        return _decided(asked, answer(asked), mesh, wanted, draws)
+
+
+def _decided(
+    asked: Question, results: Any, mesh: DeviceMesh | None, wanted: Placements | None, draws: bool
+) -> Decision:
     flat = flattened(results)
     metas = [m for m in flat if isinstance(m, Meta)]
     call = _call(asked, metas)

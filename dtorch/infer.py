@@ -1,8 +1,7 @@
 """Inference: the shapes, dtypes and strides of an operation's results, from its meta kernel.
 
-Takes an operation whose tensor arguments are `Spec`s; gives a `Meta` for each result. Errors
-of the meta kernel (shapes that do not fit, a refused dtype) are the operation's own and reach
-the caller at the call.
+Takes an operation whose tensor arguments are `Spec`s; gives a `Meta` for each result. What it
+refuses (shapes that do not fit, a dtype) is an error of the call, with PyTorch's type and words.
 
 A meta kernel depends on its arguments and on a few settings of torch, and nothing else: what it
 has said is remembered for the next time it is asked the same `Question`.
@@ -16,9 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .cpu_results import LIKE_ARGUMENT, corrected
+from .cpu_results import LIKE_ARGUMENT, as_meta_kernel_takes, corrected
 from .errors import DataDependentError
 from .program import Ref, ScalarRef
+from .refusals import as_torch_refuses
 from .rules import Meta
 from .spec import Spec
 from .strictness import is_strict
@@ -171,7 +171,13 @@ def _remembered(asked: Question, settings: Hashable) -> Any:
 
 
 def _from_meta_kernel(asked: Question) -> Any:
-    op, (args, kwargs) = asked.op, asked.arguments()
+    args, kwargs = asked.arguments()
+    with as_torch_refuses(asked.op, args, kwargs):
+        return _asked_of_meta_kernel(asked, args, kwargs)
+
+
+def _asked_of_meta_kernel(asked: Question, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    op = asked.op
     names = argument_names(op)
     kwargs = {k: _to_meta(v) for k, v in kwargs.items()}
     if "device" in names:
@@ -179,7 +185,7 @@ def _from_meta_kernel(asked: Question) -> Any:
         kwargs.pop("pin_memory", None)
     if "generator" in names[len(args) :]:
         kwargs["generator"] = None
-    args = _to_meta(args)
+    args = as_meta_kernel_takes(op, _to_meta(args))
     try:
         if op in LIKE_ARGUMENT:
             return _map_results(torch.empty_like(args[LIKE_ARGUMENT[op]]))

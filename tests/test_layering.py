@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("strictness",),
     ("custom_ops",),
     ("rules",),
-    ("cpu_results", "infer", "propagation", "decision"),
+    ("cpu_results", "refusals", "infer", "propagation", "decision"),
     ("scalars", "source"),
     ("builder",),
     ("runtime",),
