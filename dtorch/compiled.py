@@ -311,8 +311,8 @@ def _check_unaliased(target: Tensor, others: Sequence[Any]) -> None:
         related = target._aliases is not None and other._aliases is target._aliases
         if other is target or related or other._shards is target._shards:
             raise MutationError(
-                "a jitted function changes an argument in place that it is also given under "
-                f"another name (shape {list(target.shape)}).\n  Fix: pass it once, or a clone()."
+                "a call changes an argument in place that it is also given under another name "
+                f"(shape {list(target.shape)}).\n  Fix: pass it once, or a clone()."
             )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import functionalization
+from .errors import MutationError
 from .program import Apply
 from .scalars import concrete
 from .tensor import Tensor
@@ -85,8 +86,19 @@ def _batch_norm(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str
     *operands, mean, variance, training, momentum, eps = args
     if not training or mean is None:
         return tracer.record(op, args, kwargs)
+    _refuse_shared(tracer, operands, (mean, variance))
     legit = aten._native_batch_norm_legit.default
     return tracer.dispatch(legit, (*operands, mean, variance, training, momentum, eps), {})
+
+
+def _refuse_shared(tracer: Tracer, read: Sequence[Any], written: Sequence[Any]) -> None:
+    """Refuses running statistics that are also read: a kernel may use them before or after."""
+    held = [tracer.lift(t)._storage for t in (*written, *read) if t is not None]
+    if any(held.count(storage) > 1 for storage in held[: len(written)]):
+        raise MutationError(
+            "batch normalisation changes running statistics in place that it is also given under "
+            "another name.\n  Fix: pass them once, or a clone()."
+        )
 
 
 SPECIAL: dict[Any, Callable[..., Any]] = {

@@ -517,6 +517,18 @@ def test_the_same_tensor_written_twice_in_one_call() -> None:
     assert x.tolist() == [1.0] * 4
 
 
+def test_running_statistics_that_are_also_a_weight_are_refused() -> None:
+    x, w, v = sharded(torch.arange(12.0).view(4, 3)), sharded(torch.ones(3)), torch.ones(3)
+
+    def normalize(x: Any, w: Any, v: Any) -> Any:
+        return F.batch_norm(x, w, v, w, None, True)
+
+    for function in (normalize, dtorch.jit(normalize)):
+        with pytest.raises(MutationError, match="under another name"):
+            function(x, w, sharded(v))
+    assert w.tolist() == [1.0] * 3
+
+
 def test_data_assignment() -> None:
     p = torch.nn.Parameter(sharded(torch.ones(4)))
     p.data = sharded(torch.zeros(4), [Replicate()])
