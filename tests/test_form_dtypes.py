@@ -27,6 +27,8 @@ CALLS = {
         x, x.to(d), 0, x.dtype
     ),
     aten.logsumexp.default: lambda x, _: aten.logsumexp(x, [0]),
+    aten.sum.dim_IntList: lambda x, d: aten.sum(x, [0], dtype=d),
+    aten.sum.default: lambda x, d: aten.sum(x, dtype=d),
     aten.mean.dim: lambda x, d: aten.mean(x, [0], dtype=d),
     aten.mean.default: lambda x, _: aten.mean(x),
     aten.var_mean.correction: lambda x, _: aten.var_mean(x, [0]),

@@ -154,3 +154,14 @@ def test_gathering_of_the_large_is_seen_by_the_test():
     program = dtorch.jit(lambda x: x.sort(-1)).program(x)
     (step,) = large_moves(program, X.nbytes)
     assert step.kind in (Collective.ALL_GATHER, Collective.ALL_TO_ALL)
+
+
+@pytest.mark.parametrize("mesh", [PAIR, TRIPLE, SQUARE], ids=repr)
+def test_sums_of_float16_do_not_overflow_in_their_parts(mesh):
+    x = torch.tensor([[6e4, 6e4, -5e4, -5e4, 1e3, 1e3]] * 4).half()
+    assert torch.isfinite(x.sum(1)).all() and not torch.isfinite(x[:, :2].sum(1)).any()
+    split = spread(x, mesh, [S(1)] * mesh.ndim)
+    for call in (lambda x: x.sum(1), lambda x: x.t().sum(0, keepdim=True), lambda x: x.sum()):
+        assert torch.equal(call(split).to_torch(), call(x))
+    rows = spread(x, SQUARE, [S(0), S(1)]).sum(1)
+    assert rows.placements == [S(0), dtorch.Replicate()] and torch.equal(rows.to_torch(), x.sum(1))

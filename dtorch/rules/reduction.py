@@ -74,6 +74,8 @@ def reduction(call: OpCall) -> Sharding:
     # The truth of a number does not grow with the number: -1 is true and 0 is not.
     monotone = op in ("max", "min") and call.results[0].dtype == call.tensors[0].dtype
     ops = LINEAR if linear else (op,)
+    # Partial sums may leave the range of half precision where the whole sum does not.
+    overflows = op == "sum" and call.results[0].dtype == torch.float16
     empty_reduction = any(call.tensors[0].shape[d] == 0 for d in _dims(call))
     return Sharding(
         (names,),
@@ -81,7 +83,7 @@ def reduction(call: OpCall) -> Sharding:
         reduce=dict.fromkeys(reduced, op),
         even=frozenset(reduced) if op == "avg" else frozenset(),
         filled=frozenset(reduced) if op in ("max", "min") else frozenset(),
-        whole=frozenset(reduced) if empty_reduction else frozenset(),
+        whole=frozenset(reduced) if empty_reduction or overflows else frozenset(),
         linear=(frozenset({0}),) if linear or monotone else (),
         partial_ops=ops,
     )

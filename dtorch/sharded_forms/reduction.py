@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..placement import Replicate
 from .registry import (
     FLOATING,
     INEXACT,
@@ -24,6 +25,22 @@ from .registry import (
 
 aten = torch.ops.aten
 _REAL = FLOATING | {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+
+
+@form(aten.sum.dim_IntList)
+def _sum(x: Any, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """Of what float16 cannot hold, float32 partial sums, which are rounded once."""
+    dtype = x.dtype if dtype is None else dtype
+    if dtype != torch.float16:
+        return NotImplemented
+    total: Any = x.to(dtype).sum(dims_of(x, dim), keepdim=keepdim, dtype=torch.float32)
+    reduced = [Replicate() if p.is_partial() else p for p in total.placements]
+    return total.redistribute(placements=reduced).to(dtype)
+
+
+@form(aten.sum.default)
+def _sum_of_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    return _sum(x, None, dtype=dtype)
 
 
 @form(aten.mean.dim)
