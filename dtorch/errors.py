@@ -18,6 +18,10 @@ class PlacementError(DTorchError, ValueError):
     """A placement does not fit its mesh, its tensor, or the operation that it is given to."""
 
 
+class CheckpointError(DTorchError, ValueError):
+    """A checkpoint does not hold what the tree that it is to fill has."""
+
+
 class TraceError(DTorchError, RuntimeError):
     """A function cannot be traced into a program (leaked value, unknown argument, ...)."""
 

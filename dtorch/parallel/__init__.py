@@ -1,5 +1,15 @@
 """Parallelism beside the model: annotations of parameter trees, loading, constraints."""
 
-from .plan import ColumnParallel, RowParallel, constrain, load, shard
+from .huggingface import plan_from_huggingface, stages_from_huggingface
+from .loading import load
+from .plan import ColumnParallel, RowParallel, constrain, shard
 
-__all__ = ["ColumnParallel", "RowParallel", "constrain", "load", "shard"]
+__all__ = [
+    "ColumnParallel",
+    "RowParallel",
+    "constrain",
+    "load",
+    "plan_from_huggingface",
+    "shard",
+    "stages_from_huggingface",
+]

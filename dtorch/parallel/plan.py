@@ -4,6 +4,9 @@ A plan maps path patterns (as of `fnmatch`, over the parts of the path joined wi
 annotation: a `P`, `ColumnParallel`, `RowParallel`, or a list of placements. The first pattern
 that matches a leaf decides; a leaf that none matches is replicated. Axis names that the mesh
 lacks are ignored, so one plan serves every mesh.
+
+Where a tree lies on several meshes, the stages of a pipeline, the mesh is given in the same way: by
+patterns over the paths.
 """
 
 from __future__ import annotations
@@ -11,26 +14,29 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from ..errors import PlacementError
+from ..errors import MeshError, PlacementError
 from ..mesh import DeviceMesh
 from ..placement import P, Placement, Placements, normalized
-from ..spec import Box, Spec
-from ..tensor import Tensor, from_boxes, place
+from ..tensor import Tensor, place
 from ..tree import leaf_names, unflatten
 
-try:
-    from tqdm import tqdm
-except ImportError:  # the progress bar is an extra
-    tqdm = None
+_T = TypeVar("_T")
 
-__all__ = ["ColumnParallel", "Plan", "RowParallel", "constrain", "load", "shard"]
+__all__ = [
+    "ColumnParallel",
+    "Meshes",
+    "Plan",
+    "RowParallel",
+    "constrain",
+    "layouts",
+    "placed",
+    "shard",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,14 +66,16 @@ class RowParallel:
 
 Annotation = P | ColumnParallel | RowParallel | Sequence[Placement]
 Plan = Mapping[str, Annotation]
+Meshes = DeviceMesh | Mapping[str, DeviceMesh]
+Layout = tuple[DeviceMesh, Placements]
 
 
-def shard(tree: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Any:
+def shard(tree: Any, mesh: Meshes, plan: Plan | None = None) -> Any:
     """Returns a tree with every tensor laid out over a mesh as a plan says.
 
     Args:
         tree: A pytree of torch or dtorch tensors; other leaves are returned as they are.
-        mesh: The mesh.
+        mesh: The mesh; or meshes by path pattern, the first that matches a leaf decides.
         plan: Annotations by path pattern; everything is replicated without one.
 
     Communication: each device is given its own part of a torch tensor; a dtorch tensor is
@@ -76,6 +84,7 @@ def shard(tree: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Any:
     Raises:
         PlacementError: A pattern matches no leaf, or an annotation does not fit a leaf; all
             that do not are listed.
+        MeshError: Meshes are given by patterns, and none matches a leaf; all are listed.
 
     Example:
         >>> mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
@@ -85,15 +94,16 @@ def shard(tree: Any, mesh: DeviceMesh, plan: Plan | None = None) -> Any:
     """
     names, leaves, treespec = leaf_names(tree)
     ndims = {n: t.ndim for n, t in zip(names, leaves, strict=True) if isinstance(t, torch.Tensor)}
-    layouts = _layouts(ndims, mesh, plan or {})
-    placed = [
-        _placed(leaf, mesh, layouts[name]) if name in layouts else leaf
+    found = layouts(ndims, mesh, plan or {})
+    results = [
+        placed(leaf, *found[name]) if name in found else leaf
         for name, leaf in zip(names, leaves, strict=True)
     ]
-    return unflatten(treespec, placed)
+    return unflatten(treespec, results)
 
 
-def _placed(leaf: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Tensor:
+def placed(leaf: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Tensor:
+    """Returns one leaf in a layout, requiring grad if it did."""
     if isinstance(leaf, Tensor):
         return leaf.redistribute(mesh, placements)
     result = place(leaf, mesh, placements)
@@ -120,20 +130,41 @@ def constrain(x: torch.Tensor, annotation: Annotation) -> Any:
     return x.redistribute(mesh, _placements(annotation, mesh, x.ndim))
 
 
-def _layouts(ndims: Mapping[str, int], mesh: DeviceMesh, plan: Plan) -> dict[str, Placements]:
-    """The placements of each leaf; raises one error with everything that is wrong."""
+def layouts(ndims: Mapping[str, int], mesh: Meshes, plan: Plan) -> dict[str, Layout]:
+    """Returns the layout of each leaf; raises one error with everything that is wrong."""
     _check_patterns(plan, list(ndims))
-    layouts: dict[str, Placements] = {}
+    meshes = _meshes(mesh, list(ndims))
+    found: dict[str, Layout] = {}
     wrong = []
     for name, ndim in ndims.items():
-        annotation = next((a for p, a in plan.items() if fnmatch.fnmatchcase(name, p)), None)
+        annotation = _first_match(plan, name)
         try:
-            layouts[name] = _placements(P() if annotation is None else annotation, mesh, ndim)
+            chosen = _placements(P() if annotation is None else annotation, meshes[name], ndim)
+            found[name] = meshes[name], chosen
         except PlacementError as error:
             wrong.append(f"  {name} ({ndim} dims): {error}")
     if wrong:
         raise PlacementError("the plan does not fit these leaves:\n" + "\n".join(wrong))
-    return layouts
+    return found
+
+
+def _meshes(mesh: Meshes, names: Sequence[str]) -> dict[str, DeviceMesh]:
+    if isinstance(mesh, DeviceMesh):
+        return dict.fromkeys(names, mesh)
+    matched = {name: _first_match(mesh, name) for name in names}
+    found = {name: m for name, m in matched.items() if m is not None}
+    without = [name for name in names if name not in found]
+    if without:
+        raise MeshError(
+            "no pattern gives these leaves a mesh:\n  "
+            + "\n  ".join(without)
+            + "\n  Fix: add patterns for them, the last perhaps '*'."
+        )
+    return found
+
+
+def _first_match(patterns: Mapping[str, _T], name: str) -> _T | None:
+    return next((value for p, value in patterns.items() if fnmatch.fnmatchcase(name, p)), None)
 
 
 def _check_patterns(plan: Plan, names: Sequence[str]) -> None:
@@ -159,75 +190,3 @@ def _placements(annotation: Annotation, mesh: DeviceMesh, ndim: int) -> Placemen
     if len(annotation) > ndim:
         raise PlacementError(f"{annotation!r} has {len(annotation)} entries.")
     return annotation.to_placements(mesh, ignore_missing=True)
-
-
-# -- loading ---------------------------------------------------------------------------------
-
-
-def load(folder: str | Path, mesh: DeviceMesh, plan: Plan | None = None) -> Any:
-    """Returns the tensors of a safetensors checkpoint, laid out over a mesh as a plan says.
-
-    Each device's part is read from the file once; no device, and not the host either, holds a
-    whole tensor that is sharded.
-
-    Args:
-        folder: A folder with ``model.safetensors``, or with several files and
-            ``model.safetensors.index.json``, or the path of one file.
-        mesh: The mesh.
-        plan: As for `shard`, over the checkpoint's names.
-
-    Returns:
-        Nested dicts, keyed by the parts of the names between dots.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        PlacementError: As for `shard`.
-    """
-    from safetensors import safe_open
-
-    tree: dict[str, Any] = {}
-    files = _files(Path(folder))
-    opened = [safe_open(file, framework="pt") for file in files]
-    slices = {n: f.get_slice(n) for f in opened for n in f.keys()}  # noqa: SIM118
-    layouts = _layouts({n: len(s.get_shape()) for n, s in slices.items()}, mesh, plan or {})
-    for name in _with_progress(slices, f"loading {folder}"):
-        _insert(tree, name.split("."), _read(slices[name], mesh, layouts[name]))
-    return tree
-
-
-def _files(folder: Path) -> list[Path]:
-    if folder.is_file():
-        return [folder]
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = json.loads(index.read_text())["weight_map"].values()
-        return [folder / name for name in dict.fromkeys(names)]
-    single = folder / "model.safetensors"
-    if not single.exists():
-        raise FileNotFoundError(
-            f"{folder} has neither model.safetensors nor model.safetensors.index.json."
-        )
-    return [single]
-
-
-def _read(part: Any, mesh: DeviceMesh, placements: Placements) -> Tensor:
-    def box(bounds: Box) -> torch.Tensor:
-        # safetensors gives views of the mapped file; a shard is memory of its own.
-        return (part[tuple(slice(*b) for b in bounds)] if bounds else part[...]).clone()
-
-    shape = part.get_shape()
-    probe = part[tuple(slice(0, 0) for _ in shape)] if shape else part[...]
-    return from_boxes(Spec.of(shape, probe.dtype, mesh, placements), box)
-
-
-def _insert(tree: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    for part in path[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[path[-1]] = value
-
-
-def _with_progress(items: Mapping[str, Any], what: str) -> Iterator[str]:
-    """Yields the names, with a bar on a terminal where there are many and tqdm is installed."""
-    if tqdm is None or len(items) < 100:
-        return iter(items)
-    return iter(tqdm(items, desc=what, unit="tensor", disable=None))

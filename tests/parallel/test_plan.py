@@ -1,7 +1,5 @@
-"""Plans over parameter trees, constraints, and loading of checkpoints."""
+"""Plans over parameter trees, meshes by pattern, and constraints."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +7,8 @@ import torch
 
 import dtorch
 from dtorch import P, Replicate, Shard
-from dtorch.errors import PlacementError
-from dtorch.parallel import ColumnParallel, RowParallel, constrain, load, shard
+from dtorch.errors import MeshError, PlacementError
+from dtorch.parallel import ColumnParallel, RowParallel, constrain, shard
 
 MESH = dtorch.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
 
@@ -110,69 +108,12 @@ def test_constrain_sets_a_layout_inside_and_outside_jit() -> None:
         constrain(x, P("dp", "tp", None))
 
 
-def checkpoint(folder: Path, tensors: dict[str, torch.Tensor], files: int) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    if files == 1:
-        safetensors.save_file(tensors, str(folder / "model.safetensors"))
-        return
-    where = {name: f"part-{i % files}.safetensors" for i, name in enumerate(tensors)}
-    for file in set(where.values()):
-        part = {n: t for n, t in tensors.items() if where[n] == file}
-        safetensors.save_file(part, str(folder / file))
-    index = {"metadata": {}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-@pytest.mark.parametrize("files", [1, 3])
-def test_load_gives_the_checkpoint_laid_out(tmp_path: Path, files: int) -> None:
-    tensors = {
-        "model.up.weight": torch.randn(7, 4),
-        "model.down.weight": torch.randn(4, 7).bfloat16(),
-        "model.steps": torch.tensor(3),
-        "model.empty": torch.empty(0, 2),
-    }
-    checkpoint(tmp_path, tensors, files)
-    tree = load(
-        tmp_path, MESH, {"*.up.weight": ColumnParallel("tp"), "*.down.*": RowParallel("tp")}
-    )
-    found = tree["model"]
-    assert found["up"]["weight"].placements == [Replicate(), Shard(0)]
-    assert [s.shape[0] for s in found["up"]["weight"].local_shards().values()] == [3, 3, 1] * 2
-    for name, value in (("up", "model.up.weight"), ("down", "model.down.weight")):
-        assert torch.equal(found[name]["weight"].to_torch(), tensors[value])
-    assert found["steps"].item() == 3
-    assert found["empty"].shape == (0, 2)
-
-
-def test_load_reads_each_part_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint(tmp_path, {"w": torch.arange(24.0).reshape(12, 2)}, 1)
-    from dtorch.parallel import plan
-
-    read: list[Any] = []
-    original = plan.from_boxes
-    monkeypatch.setattr(
-        plan,
-        "from_boxes",
-        lambda spec, box: original(spec, lambda bounds: (read.append(bounds), box(bounds))[1]),
-    )
-    tree = load(tmp_path, MESH, {"w": ColumnParallel("tp")})
-    assert sorted(read) == [((0, 4), (0, 2)), ((4, 8), (0, 2)), ((8, 12), (0, 2))]
-    assert torch.equal(tree["w"].to_torch(), torch.arange(24.0).reshape(12, 2))
-
-
-def test_a_device_holds_the_memory_of_its_part_alone(tmp_path: Path) -> None:
-    checkpoint(tmp_path, {"w": torch.zeros(1 << 12)}, 1)
-    mesh = dtorch.DeviceMesh("cpu", [0, 1, 2, 3], ("tp",))
-    loaded = load(tmp_path, mesh, {"w": P("tp")})["w"]
-    placed = shard({"w": torch.zeros(1 << 12)}, mesh, {"w": P("tp")})["w"]
-    for tensor in (loaded, placed):
-        sizes = [
-            tensor._shards.get(i).untyped_storage().nbytes() for i in range(len(tensor._shards))
-        ]
-        assert sizes == [4 << 10] * 4
-
-
-def test_load_says_what_is_missing(tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
-    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
-        load(tmp_path, MESH)
+def test_meshes_are_given_by_pattern() -> None:
+    pipeline = dtorch.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    first, last = pipeline.unbind("pp")
+    placed = shard(layer(), {"up.*": first, "*": last}, PLAN)
+    assert placed["up"]["weight"].device_mesh == first
+    assert placed["up"]["weight"].placements == [Shard(0)]
+    assert placed["down"]["weight"].device_mesh == last
+    with pytest.raises(MeshError, match=r"leaves a mesh:\n  down.bias\n  down.weight\n  norm"):
+        shard(layer(), {"up.*": first}, PLAN)
