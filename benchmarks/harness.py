@@ -26,7 +26,7 @@ from .timing import Measure, Run, calibrated
 
 FAMILIES: tuple[str, ...] = (
     "adds", "attention", "training", "client", "llama", "sd3", "redistribution", "tracing",
-    "memory",
+    "memory", "loading",
 )  # fmt: skip
 OPTIONAL = ("diffusers", "safetensors", "transformers")
 

@@ -7,7 +7,7 @@ worker thread per device runs it asynchronously, with PyTorch's kernels.
 
 Every public function of torch is here under its own name. To read the source, follow the
 layers: `mesh`, `placement`, `spec`, `rules`, `redistribution`, `program`, `runtime`, `tensor`,
-`tracer` and `dispatch`, `transforms`, then `nn` and `parallel`.
+`tracer` and `dispatch`, `transforms`, then `nn`, `parallel` and `models`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import linalg as linalg
     from torch import special as special
 
-from . import errors, nn, parallel, random
+from . import errors, models, nn, parallel, random
 from .dispatch import cache_clear, cache_info, strict
 from .factories import (
     arange,
@@ -92,6 +92,7 @@ __all__ = [
     "linspace",
     "logspace",
     "manual_seed",
+    "models",
     "nn",
     "normal",
     "ones",

@@ -44,6 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("factories",),
     ("jit", "transforms"),
     ("random", "debug", "nn", "parallel"),
+    ("models",),
     ("distributed_spec", "build"),
     ("__init__",),  # dtorch itself imports everything, so nothing but test helpers imports it
     ("test",),

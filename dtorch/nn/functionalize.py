@@ -21,6 +21,7 @@ class Apply:
 
     Attributes:
         module: The module. Its own parameters and buffers are never read.
+        leaves: The names of the leaves of the tree, in the module's order.
         tied: Every further name of a leaf, to the name that the leaf has in the tree.
         buffers: The names of the leaves that are buffers.
     """
@@ -30,9 +31,9 @@ class Apply:
         self.__name__ = type(module).__name__
         self._leaf_of = dict(_first_names(module))
         self.tied = {name: leaf for name, leaf in self._leaf_of.items() if name != leaf}
-        self._leaves = [name for name, leaf in self._leaf_of.items() if name == leaf]
+        self.leaves = [name for name, leaf in self._leaf_of.items() if name == leaf]
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        self.buffers = frozenset(name for name in self._leaves if name not in parameters)
+        self.buffers = frozenset(name for name in self.leaves if name not in parameters)
 
     def __call__(self, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
         """Returns what the module returns for these arguments, computed with these parameters.
@@ -64,7 +65,7 @@ class Apply:
         return result
 
     def __repr__(self) -> str:
-        return f"<apply of {self.__name__}: {len(self._leaves)} leaves>"
+        return f"<apply of {self.__name__}: {len(self.leaves)} leaves>"
 
     def split(self, params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the parameters and the buffers, as two trees; `join` undoes it.
@@ -77,17 +78,17 @@ class Apply:
         given = dict(_walk(params))
         self._check_names(given)
         parts = {n: v for n, v in given.items() if n not in self.buffers}
-        return _nested(parts), _nested({n: given[n] for n in self._leaves if n in self.buffers})
+        return _nested(parts), _nested({n: given[n] for n in self.leaves if n in self.buffers})
 
     def join(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> dict[str, Any]:
         """Returns one tree of two that `split` made; the leaves are the same tensors."""
         return _nested({**dict(_walk(parameters)), **dict(_walk(buffers))})
 
     def _check_names(self, given: Mapping[str, Any]) -> None:
-        if given.keys() == set(self._leaves):
+        if given.keys() == set(self.leaves):
             return
-        missing = [n for n in self._leaves if n not in given]
-        unknown = [n for n in given if n not in self._leaves]
+        missing = [n for n in self.leaves if n not in given]
+        unknown = [n for n in given if n not in self.leaves]
         lines = [f"  {n}: missing" for n in missing]
         lines += [f"  {n}: not a leaf of {self.__name__}{self._hint(n)}" for n in unknown]
         raise ValueError(

@@ -8,15 +8,18 @@ of which only the shapes count, as `dtorch.nn.functionalize` gives for a module 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import CheckpointError
+from ..mesh import DeviceMesh
 from ..placement import Placements
 from ..spec import Box, Spec
 from ..tensor import Tensor, from_boxes
@@ -28,7 +31,25 @@ try:
 except ImportError:  # the progress bar is an extra
     tqdm = None
 
-__all__ = ["load"]
+__all__ = ["Joined", "load"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A tensor that a checkpoint holds in several: how they are put together.
+
+    Attributes:
+        parts: Names in the checkpoint (after `rename`), or further joins.
+        dim: The dim along which they are put together.
+        is_new: Whether that is a new dim (`torch.stack`), or one that they have (`torch.cat`).
+    """
+
+    parts: tuple[str | Joined, ...]
+    dim: int
+    is_new: bool
+
+
+_Source = str | Joined
 
 
 def load(
@@ -39,6 +60,7 @@ def load(
     like: Any = None,
     tied: Mapping[str, str] | None = None,
     rename: Callable[[str], str | None] | None = None,
+    join: Callable[[Sequence[str]], Mapping[str, Joined]] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Any:
     """Returns the tensors of a safetensors checkpoint, laid out over a mesh as a plan says.
@@ -58,6 +80,8 @@ def load(
             checkpoint may hold such a leaf under any of its names.
         rename: Gives the name in the result of a name in the checkpoint, or None to leave that
             tensor out.
+        join: Given the names after `rename`, says which tensors of the result are put together
+            from several of the checkpoint.
         dtype: The dtype of the result's floating tensors; that of the checkpoint if None. (A leaf
             of `like` gives no dtype.)
 
@@ -66,7 +90,7 @@ def load(
         names between dots.
 
     Blocking: until everything is read; with a progress bar on a terminal, where there are many
-    tensors and tqdm is installed.
+        tensors and tqdm is installed.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -75,19 +99,20 @@ def load(
         PlacementError: As for `shard`.
         MeshError: As for `shard`.
     """
-    found = _shapes(_files(Path(folder)))
-    names = _names(found, rename, tied or {})
+    found = _renamed(_stored(_files(Path(folder))), rename)
+    sources = _sources(found, tied or {}, join)
+    shapes = {name: _shape(source, found) for name, source in sources.items()}
     if like is None:
-        wanted, kept, treespec = list(names), {}, None
+        wanted, kept, treespec = list(sources), {}, None
     else:
         wanted, leaves, treespec = leaf_names(like)
         kept = dict(zip(wanted, leaves, strict=True))
-        _check(Path(folder), found, names, kept)
-    ndims = {n: len(found[names[n]][1]) if n in names else kept[n].ndim for n in wanted}
+        _check(Path(folder), shapes, kept)
+    ndims = {n: len(shapes[n]) if n in shapes else kept[n].ndim for n in wanted}
     where = layouts(ndims, mesh, plan or {})
     read = {
-        name: _read(part, *where[name], dtype)
-        for name, part in _parts(names, found, f"loading {folder}")
+        name: _read(part, shapes[name], *where[name], dtype)
+        for name, part in _parts(sources, found, f"loading {folder}")
     }
     if treespec is None:
         return _nested({name: read[name] for name in wanted})
@@ -95,44 +120,77 @@ def load(
     return unflatten(treespec, results)
 
 
-_Shapes = dict[str, tuple[Path, list[int]]]  # by the checkpoint's names
+class _Stored(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    file: Path
+    name: str
+    shape: list[int]
 
 
-def _shapes(files: Sequence[Path]) -> _Shapes:
-    """Each tensor's file and shape."""
+def _stored(files: Sequence[Path]) -> list[_Stored]:
     from safetensors import safe_open
 
-    found: _Shapes = {}
+    found = []
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            found |= {n: (file, opened.get_slice(n).get_shape()) for n in opened.keys()}  # noqa: SIM118
+            names = opened.keys()
+            found += [_Stored(file, n, opened.get_slice(n).get_shape()) for n in names]
     return found
 
 
-def _names(
-    found: _Shapes, rename: Callable[[str], str | None] | None, tied: Mapping[str, str]
-) -> dict[str, str]:
-    """The checkpoint's name of each name in the result."""
-    names: dict[str, str] = {}
-    for stored in found:
-        name = rename(stored) if rename else stored
-        if name is not None and (name not in tied or tied[name] not in names):
-            names[tied.get(name, name)] = stored
-    return names
+def _renamed(
+    stored: Sequence[_Stored], rename: Callable[[str], str | None] | None
+) -> dict[str, _Stored]:
+    names = [rename(s.name) if rename else s.name for s in stored]
+    return {n: s for n, s in zip(names, stored, strict=True) if n is not None}
 
 
-def _check(folder: Path, found: _Shapes, names: Mapping[str, str], like: Mapping[str, Any]) -> None:
+def _sources(
+    found: Mapping[str, _Stored],
+    tied: Mapping[str, str],
+    join: Callable[[Sequence[str]], Mapping[str, Joined]] | None,
+) -> dict[str, _Source]:
+    """Where each tensor of the result comes from."""
+    joined = dict(join(list(found))) if join else {}
+    used = {name for source in joined.values() for name in _names(source)}
+    sources: dict[str, _Source] = {}
+    for name in [*(n for n in found if n not in used), *joined]:
+        if name not in tied or tied[name] not in sources:
+            sources[tied.get(name, name)] = joined.get(name, name)
+    return sources
+
+
+def _names(source: _Source) -> list[str]:
+    if isinstance(source, str):
+        return [source]
+    return [name for part in source.parts for name in _names(part)]
+
+
+def _shape(source: _Source, found: Mapping[str, _Stored]) -> list[int]:
+    if isinstance(source, str):
+        return found[source].shape
+    shapes = [_shape(part, found) for part in source.parts]
+    first, dim = shapes[0], source.dim
+    if source.is_new:
+        return [*first[:dim], len(shapes), *first[dim:]]
+    return [*first[:dim], sum(s[dim] for s in shapes), *first[dim + 1 :]]
+
+
+def _check(folder: Path, shapes: Mapping[str, list[int]], like: Mapping[str, Any]) -> None:
     """Raises one error with everything that does not fit."""
     wrong = []
     for name, leaf in like.items():
-        if name not in names:
+        if name not in shapes:
             if leaf.is_meta:
-                wrong.append(f"  {name} {list(leaf.shape)}: missing{_nearest(name, names)}")
-        elif (shape := found[names[name]][1]) != list(leaf.shape):
-            wrong.append(f"  {name} {list(leaf.shape)}: {shape} in the checkpoint")
-    for name, stored in names.items():
-        if name not in like:
-            wrong.append(f"  {stored} {found[stored][1]}: not in the tree{_nearest(name, like)}")
+                wrong.append(f"  {name} {list(leaf.shape)}: missing{_nearest(name, shapes)}")
+        elif shapes[name] != list(leaf.shape):
+            wrong.append(f"  {name} {list(leaf.shape)}: {shapes[name]} in the checkpoint")
+    wrong += [
+        f"  {name} {shape}: not in the tree{_nearest(name, like)}"
+        for name, shape in shapes.items()
+        if name not in like
+    ]
     if wrong:
         raise CheckpointError(
             f"{folder} does not hold the expected tree:\n"
@@ -146,19 +204,75 @@ def _nearest(name: str, names: Mapping[str, Any]) -> str:
     return f" (the nearest is {near[0]})" if near else ""
 
 
-def _parts(names: Mapping[str, str], found: _Shapes, what: str) -> Iterator[tuple[str, Any]]:
-    """Yields the slices to read, file by file: one file at a time is mapped."""
+def _parts(
+    sources: Mapping[str, _Source], found: Mapping[str, _Stored], what: str
+) -> Iterator[tuple[str, Any]]:
+    """Yields what to read slices of, file by file: only the files of one tensor are mapped."""
     from safetensors import safe_open
 
+    opened: dict[Path, Any] = {}
+
+    def part(source: _Source) -> Any:
+        if isinstance(source, Joined):
+            return _Join([part(p) for p in source.parts], source.dim, source.is_new)
+        return opened[found[source].file].get_slice(found[source].name)
+
     by_file: dict[Path, list[str]] = {}
-    for name, stored in names.items():
-        by_file.setdefault(found[stored][0], []).append(name)
-    with _progress(what, len(names)) as advance:
-        for file, inside in by_file.items():
-            with safe_open(file, framework="pt") as opened:
-                for name in inside:
-                    yield name, opened.get_slice(names[name])
-                    advance()
+    for name, source in sources.items():
+        by_file.setdefault(found[_names(source)[0]].file, []).append(name)
+    with _progress(what, len(sources)) as advance:
+        for name in itertools.chain.from_iterable(by_file.values()):
+            files = {found[n].file for n in _names(sources[name])}
+            for file in opened.keys() - files:
+                del opened[file]  # unmaps it
+            for file in files - opened.keys():
+                opened[file] = safe_open(file, framework="pt")
+            yield name, part(sources[name])
+            advance()
+
+
+class _Join:
+    """Slices put together of the slices of several tensors, in the manner of one."""
+
+    def __init__(self, parts: list[Any], dim: int, is_new: bool) -> None:
+        self._parts = parts
+        self._dim = dim
+        self._is_new = is_new
+
+    def get_shape(self) -> list[int]:
+        shape = self._parts[0].get_shape()
+        if self._is_new:
+            return [*shape[: self._dim], len(self._parts), *shape[self._dim :]]
+        size = sum(p.get_shape()[self._dim] for p in self._parts)
+        return [*shape[: self._dim], size, *shape[self._dim + 1 :]]
+
+    def __getitem__(self, bounds: tuple[slice, ...]) -> torch.Tensor:
+        before, own, after = bounds[: self._dim], bounds[self._dim], bounds[self._dim + 1 :]
+        if self._is_new:
+            pieces = [part[(*before, *after)] for part in self._parts[own]]
+            return torch.stack(pieces, self._dim) if pieces else self._empty(bounds)
+        pieces, start = [], 0
+        for part in self._parts:
+            end = start + part.get_shape()[self._dim]
+            low, high = max(own.start, start), min(own.stop, end)
+            if low < high:
+                pieces.append(part[(*before, slice(low - start, high - start), *after)])
+            start = end
+        return torch.cat(pieces, self._dim) if pieces else self._empty(bounds)
+
+    def _empty(self, bounds: tuple[slice, ...]) -> torch.Tensor:
+        probe = _probe(self._parts[0])
+        return probe.new_empty([b.stop - b.start for b in bounds])
+
+
+def _probe(part: Any) -> torch.Tensor:
+    """A tensor of a part's dtype."""
+    shape = part.get_shape()
+    return part[tuple(slice(0, 0) for _ in shape)] if shape else _whole(part)
+
+
+def _whole(part: Any) -> torch.Tensor:
+    return part[...]
 
 
 def _files(folder: Path) -> list[Path]:
@@ -176,16 +290,21 @@ def _files(folder: Path) -> list[Path]:
     return [single]
 
 
-def _read(part: Any, mesh: Any, placements: Placements, dtype: torch.dtype | None) -> Tensor:
-    shape = part.get_shape()
-    probe = part[tuple(slice(0, 0) for _ in shape)] if shape else part[...]
-    stored = probe.dtype
+def _read(
+    part: Any,  # a slice of safetensors, or a `_Join`
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Placements,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    stored = _probe(part).dtype
     wanted = dtype if dtype is not None and stored.is_floating_point else stored
+    is_view = wanted == stored and type(part) is not _Join
 
     def box(bounds: Box) -> torch.Tensor:
-        found = part[tuple(slice(*b) for b in bounds)] if bounds else part[...]
+        found = _whole(part) if not bounds else part[tuple(slice(*b) for b in bounds)]
         # safetensors gives views of the mapped file; a shard is memory of its own.
-        return found.to(wanted) if wanted != stored else found.clone()
+        return found.clone() if is_view else found.to(wanted)
 
     return from_boxes(Spec.of(shape, wanted, mesh, placements), box)
 
