@@ -2,8 +2,9 @@
 
 A checkpoint of about 1 GiB in four files, a Llama of `transformers`, is loaded in processes of its
 own: by dtorch onto four devices that split it, and by `from_pretrained` of `transformers` onto the
-one device that it knows, each parameter then read once, since they are the mapped file. Memory is what the process grows by beyond the parameters themselves;
-"anonymous" is without the mapped pages of the files, which the system can drop.
+one device that it knows, where each parameter is then read once, since it is the mapped file.
+Memory is what the process grows by beyond the parameters themselves; "anonymous" is without the
+mapped pages of the files, which the system can drop.
 """
 
 import functools

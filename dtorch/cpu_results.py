@@ -75,6 +75,27 @@ _CHANGES: dict[torch._ops.OpOverload, Callable[..., list[Any]]] = {
 }
 
 
+def grouped_mm(rows: Tensor, matrices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Returns the result of `aten._grouped_mm`, whose meta kernel takes bfloat16 alone.
+
+    The last dim is padded to 16 bytes.
+    """
+    shape = [*rows.shape[:-1], matrices.shape[-1]]
+    if matrices.ndim == 2:
+        groups = (args[0] if args else kwargs["offs"]).shape[0]
+        shape = [groups, *shape] if rows.ndim == 2 else shape[1:]
+    unit = 16 // rows.element_size()
+    padded = -(-shape[-1] // unit) * unit
+    stride = [shape[-2] * padded, padded, 1][-len(shape) :]
+    return rows.new_empty_strided(shape, stride)
+
+
+REPLACED: dict[torch._ops.OpOverload, Callable[..., Tensor]] = {
+    aten._grouped_mm.default: grouped_mm
+}
+"""Operations whose meta kernels refuse what the CPU kernel takes, and what says the result."""
+
+
 def corrected(op: torch._ops.OpOverload, arguments: dict[str, Any], results: Any) -> Any:
     """Returns the results of an operation's meta kernel as its CPU kernel gives them.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .cpu_results import LIKE_ARGUMENT, as_meta_kernel_takes, corrected
+from .cpu_results import LIKE_ARGUMENT, REPLACED, as_meta_kernel_takes, corrected
 from .errors import DataDependentError
 from .program import Ref, ScalarRef
 from .refusals import as_torch_refuses
@@ -189,8 +189,11 @@ def _asked_of_meta_kernel(asked: Question, args: list[Any], kwargs: dict[str, An
     try:
         if op in LIKE_ARGUMENT:
             return _map_results(torch.empty_like(args[LIKE_ARGUMENT[op]]))
+        on_cpu = "cuda" not in {s.mesh.device_type for s in asked.leaves if isinstance(s, Spec)}
+        if on_cpu and op in REPLACED:
+            return _map_results(REPLACED[op](*args, **kwargs))
         results = op(*args, **kwargs)
-        if "cuda" not in {s.mesh.device_type for s in asked.leaves if isinstance(s, Spec)}:
+        if on_cpu:
             results = corrected(op, dict(zip(names, args, strict=False)) | kwargs, results)
         return _map_results(results)
     except NotImplementedError as error:

@@ -160,7 +160,11 @@ _rules: dict[Any, Rule] = {}
 
 
 def rule(*ops: Any) -> Callable[[Rule], Rule]:
-    """Registers a function as the rule of operations (overloads, or packets for all of them)."""
+    """Registers a function as the rule of operations.
+
+    They are overloads, packets for all overloads, or the names of operations of a library that
+    may not be there.
+    """
 
     def register(function: Rule) -> Rule:
         for op in ops:
@@ -177,7 +181,7 @@ def notation(text: str, *ops: Any, **options: Any) -> None:
 
 def rule_of(op: torch._ops.OpOverload) -> Rule | None:
     """Returns the rule of an operation, or None where it has none."""
-    return _rules.get(op) or _rules.get(op.overloadpacket)
+    return _rules.get(op) or _rules.get(op.overloadpacket) or _rules.get(op._schema.name)
 
 
 def parse(text: str, call: OpCall, **options: Any) -> Sharding:

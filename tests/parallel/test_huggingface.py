@@ -56,6 +56,10 @@ def test_models_eagerly(name: str) -> None:
     check(case.make(**extra), case, jitted=False)
 
 
+def test_grouped_experts_eagerly() -> None:
+    check(zoo.CASES["mixtral"].make(), zoo.CASES["mixtral"], jitted=False)
+
+
 @pytest.mark.parametrize("axes", [("ep",), ("ep", "tp")])
 def test_experts_are_split_by_the_expert_plan(axes: tuple[str, ...]) -> None:
     case = zoo.CASES["qwen3_moe"]
@@ -68,8 +72,13 @@ def test_experts_are_split_by_the_expert_plan(axes: tuple[str, ...]) -> None:
     inputs = case.inputs()
     with torch.no_grad():
         expected = model(**inputs)[0]
-        found = dtorch.jit(apply)(placed, **inputs)[0].to_torch()
+        call = dtorch.jit(apply)
+        found = call(placed, **inputs)[0].to_torch()
+        program = str(call.program(placed, **inputs))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    weights = [line for line in program.splitlines() if "float32[4, " in line]
+    assert weights
+    assert not any("all_gather" in line for line in weights), "the experts stay where they are"
 
 
 def test_a_pipeline_by_the_models_own_plan() -> None:
