@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import linalg as linalg
     from torch import special as special
 
-from . import errors, models, nn, parallel, random
+from . import debug, errors, models, nn, parallel, random
 from .dispatch import cache_clear, cache_info, strict
 from .factories import (
     arange,
@@ -75,6 +75,7 @@ __all__ = [
     "blackman_window",
     "cache_clear",
     "cache_info",
+    "debug",
     "empty",
     "empty_cache",
     "empty_strided",
