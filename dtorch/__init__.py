@@ -51,6 +51,7 @@ from .generator import manual_seed
 from .jit import JitFunction, jit
 from .mesh import DeviceMesh, init_device_mesh
 from .placement import P, Partial, PartitionSpec, Placement, Replicate, Shard
+from .profiling import Profile, profile
 from .program import Program
 from .runtime import TensorFuture, empty_cache, synchronize
 from .tensor import Tensor
@@ -65,6 +66,7 @@ __all__ = [
     "Partial",
     "PartitionSpec",
     "Placement",
+    "Profile",
     "Program",
     "Replicate",
     "Shard",
@@ -98,6 +100,7 @@ __all__ = [
     "normal",
     "ones",
     "parallel",
+    "profile",
     "rand",
     "randint",
     "randn",

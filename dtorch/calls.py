@@ -15,7 +15,8 @@ import torch
 
 from .arguments import exact
 from .infer import settings
-from .runtime import submit
+from .runtime import submit, timeline
+from .runtime.timeline import Doing
 from .tensor import Tensor
 
 MISSED: Any = object()
@@ -48,6 +49,7 @@ class CallCache:
     def __init__(self, ints_are_dynamic: bool, below_autograd: bool, capacity: int) -> None:
         self.hits = 0
         self._dynamic = {float, int} if ints_are_dynamic else {float}
+        self._doing = Doing.EAGER if ints_are_dynamic else Doing.JIT
         self._below_autograd = below_autograd
         self._capacity = capacity
         # What runs a call on its leaves; or the places of those whose values belong to the key.
@@ -63,7 +65,10 @@ class CallCache:
         if run is None:
             return MISSED
         self.hits += 1
-        return run(leaves)
+        if timeline.recorder is None:
+            return run(leaves)
+        with timeline.noted(self._doing):
+            return run(leaves)
 
     def wants(self, token: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Returns whether a call can be remembered."""

@@ -25,7 +25,8 @@ from .infer import settings
 from .mesh import DeviceMesh
 from .placement import Placements, Replicate, complete
 from .recording import compile_call
-from .runtime import NATIVE, check_not_on_worker
+from .runtime import NATIVE, check_not_on_worker, timeline
+from .runtime.timeline import Doing
 from .spec import Spec
 from .storages import STORAGE_FUNCTIONS, follow, in_its_storage, put_back
 from .strictness import strictly
@@ -199,17 +200,20 @@ def _set_data(target: Tensor, value: Any) -> None:
         link(value, target, ())
 
 
-def run_traced(function: Callable[..., Any], args: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+def run_traced(
+    function: Callable[..., Any], args: tuple[Any, ...], mesh: DeviceMesh, name: str = ""
+) -> Any:
     """Runs one of dtorch's own functions as a program: inlined where a trace is active.
 
     Args:
         function: What to trace; it expects an active trace.
         args: Its arguments.
         mesh: The mesh of the trace.
+        name: What messages and profiles call it, where that is not the function's name.
     """
     if current() is not None:
         return function(*args)
-    return _run_eagerly(function, *flatten((args, {})), mesh)
+    return _run_eagerly(function, *flatten((args, {})), mesh, name=name)
 
 
 def _run_eagerly(
@@ -219,6 +223,21 @@ def _run_eagerly(
     mesh: DeviceMesh | None = None,
     below_autograd: bool = False,
     call: memo.NamedCall | None = None,
+    name: str = "",
+) -> Any:
+    name = name or _name_of(func)
+    with timeline.noted(Doing.EAGER, name):
+        return _run_new(func, leaves, treespec, mesh, below_autograd, call, name)
+
+
+def _run_new(
+    func: Any,
+    leaves: list[Any],
+    treespec: Any,
+    mesh: DeviceMesh | None,
+    below_autograd: bool,
+    call: memo.NamedCall | None,
+    name: str,
 ) -> Any:
     check_not_on_worker("calling a torch function")
     func, leaves = in_its_storage(func, leaves)
@@ -229,7 +248,7 @@ def _run_eagerly(
         _eager_cache,
         key,
         arguments,
-        lambda static: _compile_eagerly(func, arguments, treespec, static),
+        lambda static: _compile_eagerly(func, arguments, treespec, static, name),
     )
     if entry is _ON_HOST:
         return _on_host(func, arguments, treespec)
@@ -255,21 +274,27 @@ def _run_below(compiled: Compiled, arguments: Arguments) -> list[Any]:
 
 
 def _compile_eagerly(
-    func: Any, arguments: Arguments, treespec: Any, static: set[int]
+    func: Any, arguments: Arguments, treespec: Any, static: set[int], name: str
 ) -> tuple[Any, set[int]]:
     if func in _RESIZES:
         return _ON_HOST, set(arguments.scalars)
-    name = getattr(func, "__name__", str(func))
     everything = set(arguments.scalars)
-    try:
-        compiled, reads = compile_call(func, arguments, treespec, static, name)
-    except DataDependentError:
-        return _ON_HOST, everything
-    except Exception:
-        if static == everything:
-            raise
-        compiled, reads = compile_call(func, arguments, treespec, everything, name)
+    with timeline.noted(Doing.TRACE, name):
+        try:
+            compiled, reads = compile_call(func, arguments, treespec, static, name)
+        except DataDependentError:
+            return _ON_HOST, everything
+        except Exception:
+            if static == everything:
+                raise
+            compiled, reads = compile_call(func, arguments, treespec, everything, name)
     return compiled, reads
+
+
+def _name_of(func: Any) -> str:
+    if type(func) is _Move:
+        return "redistribute"
+    return getattr(func, "__name__", None) or type(func).__name__.strip("_").lower()
 
 
 def _on_host(func: Any, arguments: Arguments, treespec: Any) -> Any:

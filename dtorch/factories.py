@@ -58,7 +58,7 @@ def factory(name: str) -> Factory:
             return function(*args, **kwargs)
         mesh = given or _home()
         wanted = (Replicate(),) * mesh.ndim if placements is None else counted(placements, mesh)
-        result = run_traced(_created, (name, mesh, wanted, args, kwargs), mesh)
+        result = run_traced(_created, (name, mesh, wanted, args, kwargs), mesh, name)
         return result.requires_grad_() if requires_grad else result
 
     create.__name__ = create.__qualname__ = name

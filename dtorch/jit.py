@@ -33,7 +33,8 @@ from .memo import MISSED
 from .placement import complete
 from .program import Program
 from .recording import compile_call, compiled_from, ending, symbolic_leaves
-from .runtime import Executable
+from .runtime import Executable, timeline
+from .runtime.timeline import Doing
 from .scalars import evaluate
 from .spec import Spec
 from .symbolic import SymbolicTensor
@@ -148,6 +149,14 @@ class JitFunction(Generic[_P, _R]):
         return result
 
     def _call_new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with timeline.noted(Doing.JIT, self._name):
+            return self._run_new(args, kwargs)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._function, "__name__", "program")
+
+    def _run_new(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, treespec, arguments = self._prepare(args, kwargs)
         if torch.is_grad_enabled() and any(
             isinstance(a, torch.Tensor) and a.requires_grad for a in leaves
@@ -218,13 +227,15 @@ class JitFunction(Generic[_P, _R]):
         key = (kind, wants, treespec, arguments.key, settings(), self._traced.flags())
 
         def build(static: set[int]) -> tuple[Any, set[int]]:
-            with _ModulesSeen(self._traced.modules):
+            with _ModulesSeen(self._traced.modules), timeline.noted(Doing.TRACE, self._name):
                 if kind == "grad":
                     built = _compile_with_grad(self._call, arguments, treespec, static, wants)
                 else:
-                    name = getattr(self._function, "__name__", "program")
-                    built = compile_call(self._call, arguments, treespec, static, name)
-            return (_with_stretches(built[0]), built[1]) if self._traced.compiles else built
+                    built = compile_call(self._call, arguments, treespec, static, self._name)
+            if not self._traced.compiles:
+                return built
+            with timeline.noted(Doing.COMPILE, self._name):
+                return _with_stretches(built[0]), built[1]
 
         before = self._traced.flags()
         entry, static = lookup(self._traced.cache, key, arguments, build)

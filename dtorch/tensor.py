@@ -21,7 +21,16 @@ from .errors import DonatedError, PlacementError
 from .mesh import DeviceMesh
 from .parts import assembled, dense_stride, indices_to_fetch, place_parts, placed_parts
 from .placement import Partial, Placement, Placements, Replicate, Shard, complete, normalized
-from .runtime import NATIVE, Failure, Shards, TensorFuture, check_not_on_worker, values_of
+from .runtime import (
+    NATIVE,
+    Failure,
+    Shards,
+    TensorFuture,
+    check_not_on_worker,
+    timeline,
+    values_of,
+)
+from .runtime.timeline import Doing
 from .spec import Box, Spec
 
 if TYPE_CHECKING:
@@ -305,6 +314,12 @@ class Tensor(torch.Tensor):
             WorkerError: An operation that the value depends on failed.
         """
         check_not_on_worker("fetching a tensor")
+        if timeline.recorder is None:
+            return self._fetched()
+        with timeline.noted(Doing.FETCH, "to_torch"):
+            return self._fetched()
+
+    def _fetched(self) -> torch.Tensor:
         wanted = indices_to_fetch(self._spec)
         if len(wanted) != 1:
             return self.to_torch_async().get()

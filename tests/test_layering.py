@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dispatch",),
     ("factories",),
     ("jit", "transforms"),
-    ("random", "debug", "nn", "parallel"),
+    ("random", "debug", "profiling", "nn", "parallel"),
     ("models",),
     ("distributed_spec", "build"),
     ("__init__",),  # dtorch itself imports everything, so nothing but test helpers imports it

@@ -45,6 +45,8 @@ NATIVE: Any = None
 if TYPE_CHECKING or EXECUTOR == "python":
     from .executor import Executable
     from .shards import Shards
+    from .timeline import begin as begin_recording
+    from .timeline import end as end_recording
     from .worker import (
         check_not_on_worker,
         empty_cache,
@@ -58,8 +60,10 @@ else:
         NATIVE,
         Executable,
         Shards,
+        begin_recording,
         check_not_on_worker,
         empty_cache,
+        end_recording,
         host_cache,
         stop,
         submit,
@@ -71,8 +75,10 @@ __all__ = [
     "NATIVE",
     "Executable",
     "Shards",
+    "begin_recording",
     "check_not_on_worker",
     "empty_cache",
+    "end_recording",
     "host_cache",
     "stop",
     "submit",

@@ -17,7 +17,6 @@ import torch
 from ..errors import ShutdownError
 from ..lowering import (
     LocalCall,
-    LocalInstruction,
     LocalProgram,
     LocalShow,
     LocalStep,
@@ -26,9 +25,10 @@ from ..lowering import (
 from ..mesh import Device, DeviceMesh
 from ..program import Ref, ScalarRef, SourceLine
 from ..source import Site, line_at
-from . import collectives
+from . import collectives, timeline
 from .collectives import Meeting, Round
 from .shards import Borrowed, Failure, Shards, written_to
+from .timeline import Phase, Span
 
 
 class Executable:
@@ -67,12 +67,14 @@ class Call:
         scalars: The run-time scalars.
         num_threads: Intra-operation threads for each worker.
         site: Where the user made the call.
+        number: Its number in the timeline that is recorded, or 0.
     """
 
     __slots__ = (
         "executable",
         "inputs",
         "num_threads",
+        "number",
         "outputs",
         "scalars",
         "site",
@@ -86,6 +88,7 @@ class Call:
         scalars: Sequence[Any],
         num_threads: int,
         site: Site | None,
+        number: int,
     ) -> None:
         self.executable = executable
         self.inputs = inputs
@@ -93,6 +96,7 @@ class Call:
         self.scalars = scalars
         self.num_threads = num_threads
         self.site = site
+        self.number = number
 
     def exchange(self, key: Any, size: int) -> Shards:
         """Returns what a group shows each other in a round."""
@@ -155,15 +159,33 @@ class _Frame:
             self.poisoned = True
         self.slots[slot] = value
 
+    def note(self, instruction: int, phase: Phase, since: int) -> None:
+        """Notes for the timeline what began at a time of `_clock` and ends here."""
+        recorder = timeline.recorder
+        if since and recorder is not None:
+            call, device = self.call, str(self.state.device)
+            program, until = call.executable.program, timeline.now()
+            recorder.spans.append(
+                Span(device, program, call.number, call.site, instruction, phase, since, until)
+            )
+
+
+def _clock() -> int:
+    """The time, or 0 where no timeline is recorded."""
+    return 0 if timeline.recorder is None else timeline.now()
+
 
 Action = Callable[[_Frame], None]
 
 
 class _Bound(NamedTuple):
-    """A local program as one device runs it."""
+    """A local program as one device runs it: each action with its instruction's number.
+
+    The phase is what the timeline calls an action, None for one that notes its phases itself.
+    """
 
     inputs: tuple[tuple[int, int, int], ...]
-    actions: tuple[Action, ...]
+    actions: tuple[tuple[Action, int, Phase | None], ...]
     outputs: tuple[tuple[int, int, int], ...]
 
 
@@ -177,8 +199,13 @@ def run(call: Call, state: DeviceState) -> None:
         if type(part) is not torch.Tensor:
             frame.loans += inputs[number].loans((index,))
             frame.store(slot, inputs[number].get(index))
-    for action in bound.actions:
-        action(frame)
+    for action, number, phase in bound.actions:
+        if timeline.recorder is None or phase is None:
+            action(frame)
+        else:
+            since = _clock()
+            action(frame)
+            frame.note(number, phase, since)
     for slot, number, index in bound.outputs:
         part = slots[slot]
         outputs[number].set(index, frame.settled(part) if frame.loans else part)
@@ -196,23 +223,27 @@ def _bind(program: LocalProgram, device: Device) -> _Bound:
 
     actions = [
         action
-        for instruction in program.instructions
-        for action in _actions(program, instruction, device)
+        for number in range(len(program.instructions))
+        for action in _actions(program, number, device)
     ]
     return _Bound(places(program.inputs), tuple(actions), places(program.outputs))
 
 
-def _actions(program: LocalProgram, instruction: LocalInstruction, device: Device) -> list[Action]:
+def _actions(
+    program: LocalProgram, number: int, device: Device
+) -> list[tuple[Action, int, Phase | None]]:
+    instruction = program.instructions[number]
     if isinstance(instruction, LocalCall):
         if device not in instruction.mesh.devices:
             return []
-        return [_call_action(program, instruction, instruction.mesh.devices.index(device))]
+        index = instruction.mesh.devices.index(device)
+        return [(_call_action(program, instruction, index), number, Phase.RUN)]
     meeting = collectives.meeting(instruction.step, device)
     if meeting is None:
         return []
     if isinstance(instruction, LocalShow):
-        return [_show_action(program, instruction, meeting)]
-    return [_step_action(program, instruction, meeting)]
+        return [(_show_action(program, instruction, meeting), number, Phase.SHOW)]
+    return [(_step_action(program, instruction, meeting, number), number, None)]
 
 
 # -- operations ----------------------------------------------------------------------------
@@ -375,7 +406,9 @@ def _show_action(program: LocalProgram, instruction: LocalShow, meeting: Meeting
     return action
 
 
-def _step_action(program: LocalProgram, instruction: LocalStep, meeting: Meeting) -> Action:
+def _step_action(
+    program: LocalProgram, instruction: LocalStep, meeting: Meeting, number: int
+) -> Action:
     """Binds a step: a device takes pieces and joins them; in a second round it shows that."""
     name = (instruction.number, meeting.group[0])
 
@@ -388,7 +421,10 @@ def _step_action(program: LocalProgram, instruction: LocalStep, meeting: Meeting
                 if count:
                     exchange = frame.call.exchange((*name, count), len(meeting.group))
                     exchange.set(meeting.member or 0, frame.settled(part))
+                since = _clock()
                 parts = _met(frame, meeting, (*name, count), round)
+                frame.note(number, Phase.WAIT, since)
+            since = _clock()
             failed = next((p for p in parts if type(p) is Failure), None)
             if failed is not None:
                 # The peers have seen it too, and start no other round either.
@@ -398,6 +434,7 @@ def _step_action(program: LocalProgram, instruction: LocalStep, meeting: Meeting
                 part = collectives.join(round, meeting, parts)
             except Exception as error:
                 part = _failure(program, instruction.origin, frame, error)
+            frame.note(number, Phase.TAKE, since)
         if meeting.rounds:
             frame.store(instruction.output, part)
         _free(frame.slots, instruction.frees)

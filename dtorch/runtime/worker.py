@@ -23,9 +23,10 @@ import torch
 from ..errors import DTorchError, ShutdownError
 from ..mesh import Device
 from ..source import user_site
-from . import executor
+from . import executor, timeline
 from .executor import Call, DeviceState, Executable
 from .shards import Failure, Shards
+from .timeline import Doing
 
 _GATHERING_SECONDS = 1e-4
 
@@ -183,7 +184,9 @@ def submit(
     devices = executable.program.devices
     outputs = list(map(Shards.pending, executable.sizes))
     num_threads = torch.get_num_threads() // (len(devices) or 1) or 1
-    call = Call(executable, inputs, outputs, scalars, num_threads, user_site())
+    recorder = timeline.recorder
+    since, number = (0, 0) if recorder is None else (timeline.now(), recorder.new_call())
+    call = Call(executable, inputs, outputs, scalars, num_threads, user_site(), number)
     if Shards.demand.is_set():  # by who waited for earlier calls
         Shards.demand.clear()
     with _pool.lock:
@@ -192,6 +195,9 @@ def submit(
         else:
             for device in devices:
                 _pool.worker(device).submit(call)
+    if recorder is not None:
+        name = executable.program.name
+        recorder.add(Doing.PROGRAM, name, number, call.site, since, timeline.now())
     return outputs
 
 

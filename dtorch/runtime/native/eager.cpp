@@ -346,19 +346,21 @@ class CallCache {
   // `differentiable` says whether only autograd is in the way.
   py::object call(PyObject* token, PyObject* const* args, size_t count, PyObject* kwargs,
                   bool& differentiable) {
+    int64_t since = clock_if_recording();
     Encoder& key = encoder();
     bool fits = key.begin(token, ints_are_dynamic_) && key.items(kTuple, args, count, nullptr) &&
                 key.dict(kwargs, nullptr);
     differentiable = fits && is_differentiable(key);
-    return fits && !differentiable ? run(key) : py::object();
+    return fits && !differentiable ? run(key, since) : py::object();
   }
   py::object call_method(PyObject* token, PyObject* const* args, size_t count, PyObject* names,
                          bool& differentiable) {
+    int64_t since = clock_if_recording();
     Encoder& key = encoder();
     bool fits = key.begin(token, ints_are_dynamic_) && key.items(kTuple, args, count, nullptr) &&
                 key.named(names, args + count);
     differentiable = fits && is_differentiable(key);
-    return fits && !differentiable ? run(key) : py::object();
+    return fits && !differentiable ? run(key, since) : py::object();
   }
 
   // Whether a call can be remembered and is not.
@@ -501,7 +503,7 @@ class CallCache {
     return nullptr;
   }
 
-  py::object run(Encoder& key) {
+  py::object run(Encoder& key, int64_t since) {
     if (on_worker()) return py::object();
     std::shared_ptr<Entry> entry = find(key);  // kept, should the call clear the cache
     if (!entry) return py::object();
@@ -522,7 +524,9 @@ class CallCache {
       for (size_t i = 0; i < entry->order.size(); i++) {
         leaves[i] = py::handle(met[entry->order[i]]);
       }
-      return entry->slow(leaves);
+      py::object result = entry->slow(leaves);
+      dispatched(since, kind(), nullptr);
+      return result;
     }
     CallPtr call = new_call(entry->program);
     for (int input : entry->inputs) {
@@ -576,11 +580,19 @@ class CallCache {
       Wrapper* now = wrapper_of(base.ptr());
       if (now != target && now->shards != seen) entry->refresh(results[result]);
     }
-    if (entry->unflatten.is_none()) return results[0];
-    py::list listed(results.size());
-    for (size_t i = 0; i < results.size(); i++) listed[i] = std::move(results[i]);
-    return entry->unflatten(listed);
+    py::object result;
+    if (entry->unflatten.is_none()) {
+      result = results[0];
+    } else {
+      py::list listed(results.size());
+      for (size_t i = 0; i < results.size(); i++) listed[i] = std::move(results[i]);
+      result = entry->unflatten(listed);
+    }
+    dispatched(since, kind(), call.get());
+    return result;
   }
+
+  Dispatched kind() const { return ints_are_dynamic_ ? Dispatched::kEager : Dispatched::kJit; }
 
   // What an entry keeps may run Python code as it goes, which comes back here.
   void forget() {

@@ -7,12 +7,26 @@
 #include <c10/core/InferenceMode.h>
 #include <pthread.h>
 
+#include <chrono>
 #include <thread>
 #include <unordered_map>
 
 namespace dtorch {
 
+std::atomic<bool> is_recording{false};
+
+int64_t now() {
+  auto time = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time).count();
+}
+
 namespace {
+
+// What one worker has recorded. It appends, and a client takes, under the lock.
+struct Recorded {
+  std::mutex mutex;
+  std::vector<Span> spans;
+};
 
 thread_local bool this_is_a_worker = false;
 std::vector<void (*)(int)> thread_setters;
@@ -31,6 +45,20 @@ struct Frame {
   std::vector<LoanPtr> loans;        // the memory of the caller that this run reads
   torch::jit::Stack stack;
   at::Generator generator;
+  Recorded* recorded;
+
+  explicit Frame(Recorded* r) : recorded(r) {}
+
+  // Notes what began at a time of `clock_if_recording` and ends here.
+  void note(const Instruction& instruction, Span::Phase phase, int64_t since) {
+    if (C10_LIKELY(!since)) return;
+    int64_t until = now();
+    std::lock_guard<std::mutex> lock(recorded->mutex);
+    if (!is_recording) return;
+    int index = int(&instruction - program->instructions.data());
+    recorded->spans.push_back(
+        {call->program, call->site, call->number, index, phase, since, until});
+  }
 
   void begin(Call* c, int position) {
     call = c;
@@ -300,7 +328,10 @@ void run_step(Frame& frame, const Instruction& instruction) {
   Part part;
   if (meeting.visitors == 0) part = frame.part(instruction.reads[0]);
   for (size_t number = 0; number < meeting.rounds.size(); number++) {
+    int64_t since = clock_if_recording();
     std::vector<Part> taken = meet(frame, meeting, int(number), part);
+    if (meeting.visitors) frame.note(instruction, Span::kWait, since);
+    since = clock_if_recording();
     part = Part();
     for (const Part& p : taken) {
       if (p.failure) part.failure = part.failure ? part.failure : p.failure;
@@ -314,6 +345,7 @@ void run_step(Frame& frame, const Instruction& instruction) {
       part.failure = frame.failure(instruction);
     }
     part = frame.settled(std::move(part));
+    frame.note(instruction, Span::kTake, since);
   }
   frame.store(instruction.outputs[0], std::move(part));
 }
@@ -335,10 +367,18 @@ void run(Call& call, int device, Frame& frame) {
     if (instruction.op) {
       int place = instruction.places[device];
       if (place < 0) continue;
+      int64_t since = clock_if_recording();
       run_operation(frame, instruction, place);
+      frame.note(instruction, Span::kRun, since);
     } else {
       if (!instruction.meetings[device].takes_part) continue;
-      instruction.shows ? run_show(frame, instruction) : run_step(frame, instruction);
+      if (instruction.shows) {
+        int64_t since = clock_if_recording();
+        run_show(frame, instruction);
+        frame.note(instruction, Span::kShow, since);
+      } else {
+        run_step(frame, instruction);
+      }
     }
     frame.free(instruction.frees);
   }
@@ -400,6 +440,13 @@ class Worker {
     thread_.join();
   }
 
+  std::vector<Span> take_spans() {
+    std::vector<Span> taken;
+    std::lock_guard<std::mutex> lock(recorded_.mutex);
+    taken.swap(recorded_.spans);
+    return taken;
+  }
+
  private:
   struct Item {
     CallPtr call;
@@ -410,6 +457,7 @@ class Worker {
   bool next(std::vector<Item>& batch);
   void set_num_threads(int count);
 
+  Recorded recorded_;
   std::mutex mutex_;
   std::condition_variable woken_;
   std::vector<Item> queue_;
@@ -455,7 +503,7 @@ void Worker::work(const std::string& device) {
   pthread_setname_np(pthread_self(), ("dtorch-" + device).substr(0, 15).c_str());
   use_host_cache(true);
   c10::InferenceMode inference(true);
-  Frame frame;
+  Frame frame(&recorded_);
   std::vector<Item> batch;
   while (next(batch)) {
     for (Item& item : batch) {
@@ -514,7 +562,8 @@ CallPtr new_call(ProgramPtr program) {
   return call;
 }
 
-void submit(CallPtr call) {
+void submit(const CallPtr& call) {
+  static int64_t count = 0;
   std::vector<Worker*> asleep;
   const Program& program = *call->program;
   {
@@ -528,6 +577,7 @@ void submit(CallPtr call) {
       for (const auto& device : program.devices) program.workers.push_back(pool->worker(device));
       program.pool = pool->number;
     }
+    if (C10_UNLIKELY(is_recording.load(std::memory_order_relaxed))) call->number = ++count;
     int position = 0;
     for (Worker* worker : program.workers) {
       if (worker->push(call, position++)) asleep.push_back(worker);
@@ -567,6 +617,15 @@ void stop(FailurePtr failure) {
   for (auto& entry : ending) entry.second.release();
 }
 
+void set_recording(bool recording) { is_recording = recording; }
+
+std::vector<std::pair<std::string, std::vector<Span>>> take_spans() {
+  std::vector<std::pair<std::string, std::vector<Span>>> taken;
+  std::lock_guard<std::mutex> lock(*submission);
+  for (auto& entry : pool->workers) taken.emplace_back(entry.first, entry.second->take_spans());
+  return taken;
+}
+
 bool on_worker() { return this_is_a_worker; }
 void set_thread_setters(std::vector<void (*)(int)> setters) { thread_setters = std::move(setters); }
 
@@ -574,6 +633,7 @@ bool after_fork_in_child() {
   // The parent's workers do not exist here; their objects are left alone.
   bool used = !pool->workers.empty();
   unsigned number = pool->number + 1;
+  is_recording = false;
   pool = new Pool();
   pool->number = number;
   submission = new std::mutex();

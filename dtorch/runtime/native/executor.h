@@ -94,12 +94,36 @@ struct Call : c10::intrusive_ptr_target {
   int num_threads = 1;
   Site site;
   std::atomic<int> loaded{0};  // devices that have taken their inputs
+  int64_t number = 0;          // of the submission, where a timeline was being recorded
   std::unique_ptr<Exchange[]> exchanges;
 };
 using CallPtr = c10::intrusive_ptr<Call>;
 
+// What a worker did while a timeline was recorded: an instruction, or a part of a step. See `Span`
+// in timeline.py.
+struct Span {
+  enum Phase { kRun, kShow, kWait, kTake };
+  ProgramPtr program;
+  Site site;
+  int64_t call;
+  int instruction;
+  Phase phase;
+  int64_t begin, end;  // in nanoseconds, by `now`
+};
+
+extern std::atomic<bool> is_recording;
+int64_t now();
+// The time, or 0 where no timeline is recorded.
+inline int64_t clock_if_recording() {
+  return C10_UNLIKELY(is_recording.load(std::memory_order_relaxed)) ? now() : 0;
+}
+// From now on, workers record what they begin; or no longer.
+void set_recording(bool recording);
+// What the workers have recorded, by device, which they forget.
+std::vector<std::pair<std::string, std::vector<Span>>> take_spans();
+
 // Queues a call on the devices of its program, all calls in one order. Does not wait.
-void submit(CallPtr call);
+void submit(const CallPtr& call);
 
 // A call of a program with pending outputs and the number of threads that its workers use.
 CallPtr new_call(ProgramPtr program);

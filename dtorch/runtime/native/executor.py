@@ -22,9 +22,10 @@ from ...lowering import LocalCall, LocalProgram, LocalShow, LocalStep, PerDevice
 from ...mesh import Device, DeviceMesh
 from ...program import Ref, ScalarRef, SourceLine
 from ...source import is_library
-from .. import collectives
+from .. import collectives, timeline
 from ..executor import failure_of, stopped_failure
 from ..shards import Borrowed, Failure, written_to
+from ..timeline import Phase, Recorder, Span
 from ..worker import start_client_team, thread_setters
 from .build import load
 
@@ -165,6 +166,23 @@ def synchronize(devices: Iterable[Device] | None = None) -> None:
         marks.wait(range(len(marks)))
 
 
+def begin_recording() -> None:
+    """Begins to record a timeline; see `timeline.begin`."""
+    timeline.begin()
+    NATIVE.take_spans()  # what workers began in an earlier recording and ended after it
+    NATIVE.set_recording(True)
+
+
+def end_recording() -> Recorder:
+    """Ends the recording and returns it."""
+    NATIVE.set_recording(False)
+    recorder = timeline.end()
+    for device, program, call, site, instruction, phase, start, end in NATIVE.take_spans():
+        span = Span(device, program, call, site, instruction, Phase(phase), start, end)
+        recorder.spans.append(span)
+    return recorder
+
+
 @contextlib.contextmanager
 def host_cache() -> Iterator[None]:
     """Lets large tensors that this thread makes reuse the memory of others, and serve for more."""
@@ -255,6 +273,7 @@ def _start_waker() -> None:
             _once.waker.start()
 
 
+timeline.now = NATIVE.now
 NATIVE.give(
     {
         "Ref": Ref,
@@ -266,6 +285,7 @@ NATIVE.give(
         "is_library": is_library,
         "written_to": written_to,
         "start_waker": _start_waker,
+        "dispatched": timeline.dispatched,
     }
 )
 NATIVE.set_thread_setters(

@@ -18,7 +18,7 @@ namespace {
 struct Given {
   PyObject *ref, *scalar_ref, *per_device;  // classes of the arguments of a local program
   PyObject *failure, *borrowed;             // classes of parts
-  PyObject *describe, *is_library, *written_to, *start_waker;
+  PyObject *describe, *is_library, *written_to, *start_waker, *dispatched;
 };
 Given given;
 
@@ -326,20 +326,34 @@ Made new_program(const py::object& local, const std::vector<std::string>& device
 std::vector<ShardsPtr> submit_program(const Made& program, const py::sequence& inputs,
                                       const py::sequence& scalars) {
   if (on_worker()) throw std::runtime_error("a worker cannot submit");
+  int64_t since = clock_if_recording();
   CallPtr call = new_call(program);
   for (const auto& input : inputs) call->inputs.push_back(py::cast<ShardsPtr>(input));
   for (const auto& scalar : scalars) call->scalars.push_back(to_scalar(scalar.ptr()));
   call->site = user_site();
   std::vector<ShardsPtr> outputs(call->outputs.begin(), call->outputs.end());
-  submit(std::move(call));
+  submit(call);
+  dispatched(since, Dispatched::kProgram, call.get());
   return outputs;
+}
+
+py::list spans() {
+  py::list made;
+  for (const auto& [device, found] : take_spans()) {
+    for (const Span& span : found) {
+      made.append(py::make_tuple(device, py::handle(span.program->local), span.call,
+                                 describe_site(span.site), span.instruction, int(span.phase),
+                                 span.begin, span.end));
+    }
+  }
+  return made;
 }
 
 void give(const py::dict& names) {
   auto take = [&](const char* name) { return py::object(names[name]).release().ptr(); };
   given = {take("Ref"),     take("ScalarRef"), take("PerDevice"),  take("Failure"),
            take("Borrowed"), take("describe"),  take("is_library"), take("written_to"),
-           take("start_waker")};
+           take("start_waker"), take("dispatched")};
 }
 
 }  // namespace
@@ -358,6 +372,17 @@ py::object to_python(const Part& part) {
     failure.python = made.release().ptr();
   }
   return py::reinterpret_borrow<py::object>(failure.python);
+}
+
+void dispatched(int64_t since, Dispatched kind, const Call* call) {
+  if (C10_LIKELY(!since)) return;
+  py::object local = py::none(), site = py::none();
+  if (call) {
+    local = py::reinterpret_borrow<py::object>(call->program->local);
+    site = describe_site(call->site);
+  }
+  py::reinterpret_borrow<py::object>(given.dispatched)(int(kind), since, now(),
+                                                       call ? call->number : 0, local, site);
 }
 
 std::vector<int> to_indices(const py::handle& sequence) {
@@ -451,6 +476,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     for (uintptr_t address : addresses) setters.push_back(reinterpret_cast<void (*)(int)>(address));
     set_thread_setters(std::move(setters));
   });
+  module.def("now", &now);
+  module.def("set_recording", &set_recording);
+  module.def("take_spans", &spans);
   module.def("install_host_cache", &install_host_cache);
   module.def("use_host_cache", &use_host_cache);
   module.def("empty_host_cache", &empty_host_cache);
