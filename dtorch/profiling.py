@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import gzip
-import itertools
 import json
 import os
 import threading
@@ -170,8 +169,13 @@ class Profile:
 
     def overlap(self, first: Device | str, second: Device | str) -> float:
         """Returns for how many seconds two devices were computing at the same time."""
-        pairs = itertools.product(self.busy(first), self.busy(second))
-        return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a, b in pairs)
+        ours, theirs = self.busy(first), self.busy(second)
+        total, i, j = 0.0, 0, 0
+        while i < len(ours) and j < len(theirs):
+            (start, end), (other_start, other_end) = ours[i], theirs[j]
+            total += max(0.0, min(end, other_end) - max(start, other_start))
+            i, j = (i + 1, j) if end <= other_end else (i, j + 1)
+        return total
 
     def summary(self) -> str:
         """Returns a table of how the devices spent their time."""
@@ -259,10 +263,18 @@ def _events(recorder: Recorder) -> tuple[Event, ...]:
     calls = _client_events(recorder)
     # An eager program has the line of its first call; each call has its own.
     eager = {event.call for event, doing in calls if doing is Doing.EAGER}
-    spans = (s for s in recorder.spans if s.start >= recorder.start)
+    spans = (s for s in recorder.spans if s.start >= recorder.start and _does_something(s))
     events = [e for e, _ in calls]
     events += [_device_event(s, s.call in eager, recorder.start) for s in spans]
     return tuple(sorted(events, key=lambda e: (e.start, -e.end)))
+
+
+def _does_something(span: Span) -> bool:
+    """Not so where a device that only receives a transfer comes by the showing of the parts."""
+    instruction = span.program.instructions[span.instruction]
+    if not isinstance(instruction, LocalShow):
+        return True
+    return _device_of(span.program, span.device) in instruction.step.source.mesh.devices
 
 
 def _device_event(span: Span, is_eager: bool, origin: int) -> Event:

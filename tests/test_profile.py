@@ -3,6 +3,9 @@
 import gzip
 import inspect
 import json
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 
@@ -306,6 +309,44 @@ def test_stages_overlap():
     assert 0 < both <= profile.devices["cpu:0"].compute
     assert profile.overlap("cpu:0", "cpu:0") == pytest.approx(profile.devices["cpu:0"].compute)
     assert profile.overlap("cpu:0", "cpu:7") == 0
+
+
+def test_a_transfer_is_shown_by_one_stage_and_taken_by_the_next():
+    first, second = dtorch.DeviceMesh("cpu", [0, 1], mesh_dim_names=("pp",)).unbind("pp")
+    x = dtorch.ones(4, device_mesh=first, placements=[])
+    y = dtorch.ones(4, device_mesh=second, placements=[])
+    step = dtorch.jit(lambda x, y: torch.exp(x) + y)
+    step(x, y)
+    dtorch.synchronize()
+    with dtorch.profile() as profile:
+        step(x, y)
+    check_rows(profile)
+    shown = [e.name for e in on(profile, "cpu:0 compute")]
+    taken = [e.name for e in on(profile, "cpu:1 compute")]
+    assert shown == ["aten.exp.default", "show for transfer"]
+    assert taken == ["wait for transfer", "transfer", "aten.add.Tensor"]
+
+
+def test_a_forked_child_records_nothing_and_writes_nothing(tmp_path):
+    script = """
+        import os, sys, dtorch
+        x = dtorch.ones(4)
+        with dtorch.profile(sys.argv[1]) as profile:
+            (x + 1).to_torch()
+            child = os.fork()
+            if child == 0:
+                y = dtorch.ones(4)
+                (y + 1).to_torch()
+        if child == 0:
+            assert profile.events == ()  # and so none are written
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert [e.name for e in profile.events].count("aten.add.Tensor") == 1
+    """
+    path = tmp_path / "trace.json"
+    command = [sys.executable, "-c", textwrap.dedent(script), str(path)]
+    subprocess.run(command, check=True, timeout=100)
+    assert json.loads(path.read_text())["traceEvents"]
 
 
 def test_nothing_is_recorded_outside():
