@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .custom_ops import checked
 from .decision import Decision, decide, legal_placements, tensor_names
 from .errors import MeshError
 from .infer import Question, argument_names, question
@@ -258,6 +259,30 @@ class Builder:
         """Returns the instruction that defines a value, or None for an input."""
         return next((i for i in self._instructions if value in i.results()), None)
 
+    def check(self, info: int, name: str, is_matrix: bool) -> bool:
+        """Makes whatever is computed with an operation's results depend on what its `info` says.
+
+        Args:
+            info: The operation's result that is zero where it has succeeded.
+            name: What an error calls the operation.
+            is_matrix: Whether it is of one matrix, not of a batch.
+
+        Returns:
+            Whether an instruction gives `info`; otherwise nothing is done.
+        """
+        found = self.producer(info)
+        if not isinstance(found, Apply):
+            return False
+        at = next(n for n, i in enumerate(self._instructions) if i is found)
+        # What is checked takes the old numbers, under which the rest of the trace knows it.
+        results = [v for v in found.outputs if v is not None]
+        before = {v: self._new_value(self.specs[v]) for v in results}
+        outputs = tuple(None if v is None else before[v] for v in found.outputs)
+        args = ([Ref(before[v]) for v in results], Ref(before[info]), name, is_matrix)
+        after = Apply(checked, args, (), tuple(results), found.mesh, source=self._source())
+        self._instructions[at : at + 1] = dataclasses.replace(found, outputs=outputs), after
+        return True
+
     def finish(self, outputs: Sequence[int], name: str) -> Program:
         """Returns the program that computes `outputs`, without what they do not need."""
         return self._program(self._instructions, self.inputs, outputs, name)
@@ -273,15 +298,26 @@ class Builder:
             later: The outputs of the second.
             extra: The inputs of the second that its caller passes.
         """
-        first, second = self._instructions[:boundary], self._instructions[boundary:]
-        after = self._program(second, self.inputs, later, "backward")
-        defined = {v for i in after.instructions for v in i.results()} | set(extra)
-        used = [v for i in after.instructions for v in i.inputs()] + list(later)
-        saved = tuple(dict.fromkeys(v for v in used if v not in defined))
+        after = self._program(self._instructions[boundary:], self.inputs, later, "backward")
+        saved = _undefined(after, extra)
         after = dataclasses.replace(after, inputs=(*saved, *extra))
         inputs = [v for v in self.inputs if v not in extra]
+        first = self._instructions[:boundary]
         before = self._program(first, inputs, (*outputs, *saved), "forward")
         return before, after, saved
+
+    def finish_after(
+        self, boundary: int, later: Sequence[int], inputs: Sequence[int]
+    ) -> Program | None:
+        """Returns another program after a boundary, or None if it reads more than its inputs.
+
+        Args:
+            boundary: How many instructions do not belong to it.
+            later: Its outputs.
+            inputs: Its inputs.
+        """
+        after = self._program(self._instructions[boundary:], inputs, later, "backward")
+        return None if _undefined(after, inputs) else after
 
     def _program(
         self,
@@ -298,6 +334,13 @@ class Builder:
             num_scalars=len(self.scalar_values),
             name=name,
         )
+
+
+def _undefined(program: Program, given: Iterable[int]) -> tuple[int, ...]:
+    """The values that a program reads without defining them or being given them."""
+    defined = {v for i in program.instructions for v in i.results()} | set(given)
+    used = [v for i in program.instructions for v in i.inputs()] + list(program.outputs)
+    return tuple(dict.fromkeys(v for v in used if v not in defined))
 
 
 def _leaves_a_shard(now: Spec, after: Spec) -> bool:

@@ -101,6 +101,13 @@ def _refuse_shared(tracer: Tracer, read: Sequence[Any], written: Sequence[Any]) 
         )
 
 
+def _check_errors(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Lets the devices check a factorization where it has run; PyTorch would wait for it."""
+    info, name = args
+    if not tracer.builder.check(tracer.read(tracer.lift(info)), name, kwargs["is_matrix"]):
+        raise tracer.lift(info)._no_value("the value")
+
+
 SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
@@ -114,4 +121,5 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     aten._fused_sdp_choice.default: _choose_attention,
     aten._has_compatible_shallow_copy_type.default: _yes,
     aten.native_batch_norm.default: _batch_norm,
+    aten._linalg_check_errors.default: _check_errors,
 }

@@ -650,7 +650,6 @@ def _refuse_data_dependent(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> 
 _ONE_HOT, _INDEX = aten.one_hot.default, aten.index.Tensor
 _DEPENDENT = (
     aten.where.default,
-    aten._linalg_check_errors.default,
     aten.tensor_split.tensor_indices_or_sections,
 )
 

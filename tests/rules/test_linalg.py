@@ -7,6 +7,7 @@ import torch
 
 import dtorch
 from dtorch import Shard
+from dtorch.errors import WorkerError
 
 CALLS: list[Any] = [torch.linalg.eigvalsh, torch.linalg.svdvals, torch.linalg.cond]
 
@@ -21,3 +22,41 @@ def test_values_of_matrices(call: Any) -> None:
         found = call(dtorch.Tensor(x, device_mesh=mesh, placements=[Shard(dim)]))
         assert found.placements == [Shard(0)]
         torch.testing.assert_close(found.to_torch(), call(x))
+
+
+CHECKED: list[Any] = [
+    lambda a: torch.linalg.inv(a),
+    lambda a: torch.linalg.solve(a, a + 1),
+    lambda a: torch.linalg.cholesky(a @ a.mT),
+    lambda a: torch.linalg.lu_factor(a)[0],
+    lambda a: torch.linalg.inv(a).sum() * 0 + a,  # what is computed with it fails, too
+]
+
+
+@pytest.mark.parametrize("function", CHECKED)
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_a_singular_matrix_fails_where_it_is_fetched(function: Any, wants_grad: bool) -> None:
+    call = dtorch.jit(function)
+    good = torch.rand(2, 3, 3) + 3 * torch.eye(3)
+    for mesh in (dtorch.DeviceMesh("cpu", [0]), dtorch.DeviceMesh("cpu", [0, 1])):
+
+        def placed(value: torch.Tensor, mesh: Any = mesh) -> dtorch.Tensor:
+            x = dtorch.Tensor(value, device_mesh=mesh, placements=[Shard(0)])
+            return x.requires_grad_(wants_grad)
+
+        found = call(placed(good)).detach().to_torch()
+        torch.testing.assert_close(found, function(good))
+        bad = call(placed(torch.stack([torch.eye(3), -torch.zeros(3, 3)])))
+        with pytest.raises(WorkerError, match=r"linalg\.\w+: (.|\n)*test_linalg.py"):
+            bad.to_torch()
+
+
+def test_a_check_makes_no_gradient_wrong() -> None:
+    a = (torch.rand(3, 3) + 3 * torch.eye(3)).requires_grad_()
+    mine = dtorch.Tensor(a.detach()).requires_grad_()
+    f = dtorch.jit(torch.linalg.inv)
+    torch.linalg.inv(a).square().sum().backward()
+    f(mine).square().sum().backward()
+    assert a.grad is not None and mine.grad is not None
+    assert torch.equal(mine.grad.to_torch(), a.grad)
+    assert "dtorch.checked" in str(dtorch.jit(dtorch.grad(lambda x: f(x).sum())).program(mine))
