@@ -482,9 +482,7 @@ def jit(
 def _with_stretches(entry: Any) -> Any:
     """Returns a traced call with its programs compiled."""
     if isinstance(entry, _Differentiable):
-        entry.forward = _with_stretches(entry.forward)
-        entry.backward = Executable(compile_stretches(entry.backward.program, entry.program))
-        return entry
+        return entry.compiled()
     executable = Executable(compile_stretches(entry.executable.program, entry.program))
     return dataclasses.replace(entry, executable=executable)
 
@@ -493,25 +491,117 @@ def _wants_grad(arguments: Arguments) -> tuple[int, ...]:
     return tuple(i for i in arguments.tensors if arguments.leaves[i].requires_grad)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Backward:
+    """A backward program, for cotangents of certain specs.
+
+    Attributes:
+        program: It takes what the forward program saves, and then the cotangents.
+        executable: Its local form.
+        grads_of: For each input that wants a gradient, the program's output, or -1 for none.
+    """
+
+    program: Program
+    executable: Executable
+    grads_of: tuple[int, ...]
+
+
+class _Graph:
+    """The graph of a traced call, from which its backward programs are traced.
+
+    Kernels choose by strides, and the cotangent of a sum has none: a backward program is for
+    cotangents as they come.
+
+    Args:
+        tracer: The trace; all of the forward is recorded.
+        outs: The differentiable results.
+        sources: The inputs that want a gradient.
+    """
+
+    def __init__(self, tracer: Tracer, outs: list[Any], sources: list[Any]) -> None:
+        self.specs = [_grad_spec(o._spec) for o in outs]
+        self._tracer = tracer
+        self._outs = outs
+        self._sources = sources
+        self._boundary = len(tracer.builder)
+        self._saved: tuple[int, ...] = ()
+
+    def first(self, results: Sequence[int]) -> tuple[Program, Program, tuple[int, ...], int]:
+        """Returns the forward and the backward program, its gradients, and the number saved.
+
+        Args:
+            results: The outputs of the forward program, after which it returns what it saves.
+        """
+        grads_out, later, grads_of = self._traced(self.specs)
+        builder = self._tracer.builder
+        before, after, self._saved = builder.finish_apart(self._boundary, results, later, grads_out)
+        return before, after, grads_of, len(self._saved)
+
+    def again(self, specs: Sequence[Spec]) -> tuple[Program, tuple[int, ...]] | None:
+        """Returns the backward program for other cotangents, or None where that differs more."""
+        tracer = self._tracer
+        known = len(tracer.reads), len(tracer.expressions), len(tracer.states)
+        with tracer.active():
+            grads_out, later, grads_of = self._traced(specs)
+            inputs = (*self._saved, *grads_out)
+            after = tracer.builder.finish_after(self._boundary, later, inputs)
+        if known != (len(tracer.reads), len(tracer.expressions), len(tracer.states)):
+            return None
+        return None if after is None else (after, grads_of)
+
+    def _traced(self, specs: Sequence[Spec]) -> tuple[list[int], list[int], tuple[int, ...]]:
+        """The values of the cotangents, those of the gradients, and the latter's inputs."""
+        builder = self._tracer.builder
+        grads_out = [builder.add_input(s) for s in specs]
+        self._tracer.sources += [Source("leaf", -1)] * len(grads_out)
+        given = [self._tracer.wrap(v) for v in grads_out]
+        grads: Sequence[Any] = [None] * len(self._sources)
+        if given:
+            grads = torch.autograd.grad(
+                self._outs, self._sources, given, allow_unused=True, retain_graph=True
+            )
+        later: list[int] = []
+        grads_of = tuple(
+            -1 if g is None else _grad_output(self._tracer, g, s._spec, later)
+            for g, s in zip(grads, self._sources, strict=True)
+        )
+        return grads_out, later, grads_of
+
+
 class _Differentiable:
-    """A jitted call whose arguments require grad: a forward and a backward program."""
+    """A jitted call whose arguments require grad: a forward program and backward ones."""
 
     def __init__(
         self,
         forward: Compiled,
-        backward: Executable,
-        program: Program,
+        backward: _Backward,
+        graph: _Graph,
         wants: tuple[int, ...],
         differentiable: tuple[int, ...],
-        grads_of: tuple[int, ...],
     ) -> None:
         self.forward = forward
-        self.backward = backward
-        self.program = program
         self.wants = wants
         self.differentiable = differentiable
-        self.grads_of = grads_of
         self.treespec = forward.treespec
+        self._specs = tuple(graph.specs)
+        self._backwards = {self._specs: backward}
+        # A result without dims has no strides to differ in, so its graph is not kept.
+        self._graph = graph if any(s.shape for s in graph.specs) else None
+        self._compiles = False
+
+    def compiled(self) -> _Differentiable:
+        """Returns the call with its programs compiled."""
+        self.forward = _with_stretches(self.forward)
+        self._compiles = True
+        self._backwards = {
+            k: self._lowered(b.program, b.grads_of) for k, b in self._backwards.items()
+        }
+        return self
+
+    def _lowered(self, program: Program, grads_of: tuple[int, ...]) -> _Backward:
+        local = lower(program)
+        local = compile_stretches(local, program) if self._compiles else local
+        return _Backward(program, Executable(local), grads_of)
 
     def run(self, arguments: Arguments) -> list[Any]:
         """Runs the forward program as an autograd node; returns the result's leaves."""
@@ -529,26 +619,40 @@ class _Differentiable:
     def gradients(
         self, saved: Sequence[Tensor], grads: Sequence[torch.Tensor | None], scalars: Sequence[Any]
     ) -> list[Tensor | None]:
-        """Runs the backward program; returns the gradient of each input, None for no effect."""
-        specs = [self.program.specs[v] for v in self.program.inputs[len(saved) :]]
-        placed = [_placed_grad(g, s) for g, s in zip(grads, specs, strict=True)]
+        """Runs a backward program; returns the gradient of each input, None for no effect."""
+        placed = [_placed_grad(g, s) for g, s in zip(grads, self._specs, strict=True)]
+        backward = self._backward(tuple(t._spec for t in placed))
+        if backward is None:
+            placed = [_dense_grad(g, s) for g, s in zip(placed, self._specs, strict=True)]
+            backward = self._backwards[self._specs]
         shards = [t._shards for t in (*saved, *placed)]
-        values = submit_program(self.program, self.backward, shards, scalars)
-        return [None if i < 0 else values[i] for i in self.grads_of]
+        values = submit_program(backward.program, backward.executable, shards, scalars)
+        return [None if i < 0 else values[i] for i in backward.grads_of]
+
+    def _backward(self, specs: tuple[Spec, ...]) -> _Backward | None:
+        """The backward program for cotangents of these specs, if there can be one."""
+        if specs not in self._backwards and self._graph is not None:
+            found = self._graph.again(specs)
+            if found is not None:
+                self._backwards[specs] = self._lowered(*found)
+        return self._backwards.get(specs)
 
 
 def _placed_grad(grad: torch.Tensor | None, spec: Spec) -> Tensor:
-    """A gradient as the backward program was traced for, zeros for a result not used.
-
-    Its kernels may rely on the strides, too: the gradient of a sum has none.
-    """
+    """A cotangent in its layout, zeros for a result not used."""
     if isinstance(grad, Tensor):
-        if grad.stride() != spec.stride:
-            unfilled = grad.new_empty_strided(spec.shape, spec.stride)
-            grad = cast(Tensor, torch.ops.aten.copy.default(unfilled, grad))
         return grad.redistribute(spec.mesh, spec.placements)
     given = torch.zeros(spec.shape, dtype=spec.dtype) if grad is None else grad
     return place(given, spec.mesh, spec.placements)
+
+
+def _dense_grad(grad: Tensor, spec: Spec) -> Tensor:
+    """A cotangent with the strides of a spec."""
+    if grad._spec is spec:
+        return grad
+    unfilled = grad.new_empty_strided(spec.shape, spec.stride)
+    filled = torch.ops.aten.copy.default(unfilled, grad)
+    return cast(Tensor, filled).redistribute(spec.mesh, spec.placements)
 
 
 class _Node(torch.autograd.Function):
@@ -583,7 +687,6 @@ def _compile_with_grad(
     wants: tuple[int, ...],
 ) -> tuple[_Differentiable, set[int]]:
     tracer = Tracer(arguments.mesh, with_autograd=True)
-    builder = tracer.builder
     with tracer.active():
         leaves = symbolic_leaves(tracer, arguments, static)
         sources = [leaves[i].requires_grad_() for i in wants]
@@ -595,22 +698,12 @@ def _compile_with_grad(
             i for i, o in enumerate(found) if firsts[id(o)] == i and _is_differentiable(o, sources)
         )
         end = ending(tracer, found)
-        boundary = len(builder)
-        outs = [found[i] for i in places]
-        grads_out = [builder.add_input(_grad_spec(o._spec)) for o in outs]
-        tracer.sources += [Source("leaf", -1)] * len(grads_out)
-        grads = _backward(tracer, outs, sources, grads_out)
-        later: list[int] = []
-        grads_of = tuple(
-            -1 if g is None else _grad_output(tracer, g, s._spec, later)
-            for g, s in zip(grads, sources, strict=True)
-        )
-        before, after, saved = builder.finish_apart(boundary, end.values, later, grads_out)
-        extra = tuple(range(len(end.values), len(end.values) + len(saved)))
+        graph = _Graph(tracer, [found[i] for i in places], sources)
+        before, after, grads_of, num_saved = graph.first(end.values)
+        extra = tuple(range(len(end.values), len(end.values) + num_saved))
         forward = compiled_from(tracer, before, end, result_tree, extra)
-    backward = Executable(lower(after))
-    call = _Differentiable(forward, backward, after, wants, places, grads_of)
-    return call, tracer.reads | static
+    backward = _Backward(after, Executable(lower(after)), grads_of)
+    return _Differentiable(forward, backward, graph, wants, places), tracer.reads | static
 
 
 def _check_changed(tracer: Tracer, found: Sequence[Any]) -> None:
@@ -632,15 +725,6 @@ def _is_differentiable(out: Any, sources: Sequence[Any]) -> bool:
 
 def _grad_spec(spec: Spec) -> Spec:
     return spec.with_placements(complete(spec.placements))
-
-
-def _backward(
-    tracer: Tracer, outs: list[Any], sources: list[Any], grads_out: list[int]
-) -> Sequence[Any]:
-    if not outs:
-        return [None] * len(sources)
-    given = [tracer.wrap(v) for v in grads_out]
-    return torch.autograd.grad(outs, sources, given, allow_unused=True)
 
 
 def _grad_output(tracer: Tracer, grad: Any, spec: Spec, later: list[int]) -> int:

@@ -156,11 +156,14 @@ def test_gradients_pass_through() -> None:
     results = []
     for options in ({}, {"compile": True}):
         # Of these programs, only the backward has enough operations to be compiled.
-        dtorch.jit(torch.sin, **options)(w).sum().backward()
-        assert w.grad is not None
-        results.append(w.grad.to_torch())
-        w.grad = None
-    torch.testing.assert_close(results[0], results[1])
+        jitted = dtorch.jit(torch.sin, **options)
+        for cotangent in (dtorch.tensor(2.0).expand(3, 4), dtorch.full((3, 4), 2.0)):
+            jitted(w).backward(cotangent)
+            assert w.grad is not None
+            results.append(w.grad.to_torch())
+            w.grad = None
+    for result in results[1:]:
+        torch.testing.assert_close(results[0], result)
 
 
 def test_one_row_of_a_linear_layer_and_attention() -> None:

@@ -612,6 +612,49 @@ def test_backward_twice_and_retained_graphs() -> None:
         y.backward()
 
 
+SHAPE = (4, 4, 6, 5)
+COTANGENTS: list[Any] = [
+    lambda made: made(torch.tensor(0.75)).expand(SHAPE),
+    lambda made: made(torch.arange(5.0)).expand(SHAPE),
+    lambda made: made(torch.arange(480.0).sin().reshape(SHAPE[::-1])).permute(3, 2, 1, 0),
+    lambda made: made(torch.arange(480.0).sin().reshape(SHAPE)),
+]
+
+
+@pytest.mark.parametrize("cotangent", COTANGENTS)
+@pytest.mark.parametrize("norm", [F.instance_norm, lambda x: F.group_norm(x, 2)])
+def test_kernels_get_cotangents_with_their_strides(norm: Any, cotangent: Any) -> None:
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    f = dtorch.jit(norm)
+    for _ in range(2):
+        given, mine = x.clone().requires_grad_(), dtorch.Tensor(x).requires_grad_()
+        norm(given).backward(cotangent(torch.clone))
+        f(mine).backward(cotangent(dtorch.Tensor))
+        assert given.grad is not None and mine.grad is not None
+        assert torch.equal(mine.grad.to_torch(), given.grad)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+def test_cotangents_of_several_strides_over_devices(placement: Any) -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    w = x.t() @ x
+
+    def f(x: Any, w: Any) -> Any:
+        return torch.tanh(x @ w), (x + 1).t()
+
+    def loss(y: Any, z: Any) -> Any:
+        return y.sum() + z[0].sum() + (y * 2).t().square().sum()
+
+    given = x.clone().requires_grad_()
+    loss(*f(given, w)).backward()
+    jitted = dtorch.jit(f)
+    for part in (lambda y, z: y.sum(), lambda y, z: z.square().sum(), loss):
+        mine = place(x, TWO, [placement]).requires_grad_()
+        part(*jitted(mine, dtorch.Tensor(w, device_mesh=TWO))).backward()
+    assert mine.grad is not None and given.grad is not None
+    torch.testing.assert_close(mine.grad.to_torch(), given.grad)
+
+
 def test_changing_floats_through_jit_under_autograd() -> None:
     f = dtorch.jit(lambda x, s: (x * s).pow(2).sum() / (s + 1))
     g = dtorch.jit(dtorch.grad(lambda x, s: (x * s).pow(2).sum() / (s + 1)))
