@@ -107,7 +107,7 @@ class Compiled:
     def _run(self, arguments: Arguments, check_aliases: bool, below_autograd: bool) -> list[Any]:
         leaves, read = arguments.leaves, arguments.values
         if self.mutated:
-            self._check_mutation(leaves, check_aliases or len(self.mutated) > 1)
+            self._check_mutation(leaves, check_aliases)
         if not self.states:
             values = self._submit(read, {})
         else:
@@ -123,6 +123,9 @@ class Compiled:
             leaves[leaf]._reduced = values[output]
         for output, source in self.mutated:  # after it: a target may be among the reduced
             target = leaves[source.item] if source.kind == "leaf" else source.item
+            if not isinstance(target, Tensor):
+                _write(target, values[output])
+                continue
             changed = _rebind(target, values[output])
             # Below autograd, PyTorch has counted the change itself, if it counts it at all.
             if not below_autograd:
@@ -212,8 +215,9 @@ class Compiled:
     def _check_mutation(self, leaves: list[Any], check_aliases: bool) -> None:
         for _, source in self.mutated:
             target = leaves[source.item] if source.kind == "leaf" else source.item
-            _check_writable(target)
-            if check_aliases:
+            if isinstance(target, Tensor) or source.kind != "leaf" or check_aliases:
+                _check_writable(target)
+            if isinstance(target, Tensor) and (check_aliases or len(self.mutated) > 1):
                 captured = [s.item for s in self.sources if s.kind == "capture" and s != source]
                 own = source.item if source.kind == "leaf" else -1
                 others = [leaf for i, leaf in enumerate(leaves) if i != own]
@@ -291,7 +295,7 @@ def _is_about_dtypes(error: BaseException) -> bool:
 def _check_writable(target: torch.Tensor) -> None:
     if not isinstance(target, Tensor):
         raise MutationError(
-            f"an in-place call would change a torch tensor of shape {list(target.shape)}, which "
+            f"a jitted function would change a torch tensor of shape {list(target.shape)}, which "
             "dtorch has only a copy of.\n  Fix: use the functional form, or make it a "
             "dtorch.Tensor first."
         )
@@ -314,6 +318,12 @@ def _check_unaliased(target: Tensor, others: Sequence[Any]) -> None:
                 "a call changes an argument in place that it is also given under another name "
                 f"(shape {list(target.shape)}).\n  Fix: pass it once, or a clone()."
             )
+
+
+def _write(target: torch.Tensor, value: Tensor) -> None:
+    """Writes a value to a torch tensor of the caller's: an eager call waits for it."""
+    with torch.no_grad():
+        target.copy_(value.to_torch())
 
 
 def _rebind(target: Tensor, value: Tensor) -> list[Tensor]:

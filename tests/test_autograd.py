@@ -112,8 +112,52 @@ def test_batch_norm_updates_its_statistics_once(size: int) -> None:
 
 
 def test_batch_norm_does_not_lose_the_statistics_of_the_caller() -> None:
+    x = torch.randn(6, 2)
+    theirs, given = ((torch.zeros(2), torch.ones(2)) for _ in range(2))
+    for _ in range(2):
+        F.batch_norm(x, *theirs, training=True)
+        F.batch_norm(dtorch.Tensor(x), *given, training=True)
+    assert all(map(torch.equal, given, theirs))
     with pytest.raises(MutationError, match="which dtorch has only a copy of"):
-        F.batch_norm(dtorch.ones(6, 2), torch.zeros(2), torch.ones(2), training=True)
+        jitted = dtorch.jit(lambda x, *given: F.batch_norm(x, *given, training=True))
+        jitted(dtorch.Tensor(x), *given)
+
+
+class Scattered(torch.autograd.Function):
+    """Indexing whose backward allocates memory and writes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, index: Any) -> Any:
+        ctx.save_for_backward(index)
+        ctx.size = x.shape
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (index,) = ctx.saved_tensors
+        made = torch.zeros(ctx.size)
+        made[:2] += grads[0][:2]
+        return torch.mul(made.index_add_(0, index, grads[0]), 2, out=made), None
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_a_backward_may_write_to_torch_tensors(placement: Any) -> None:
+    x, index = torch.randn(4, 3), torch.tensor([2, 0, 2])
+    expected, mine = x.clone().requires_grad_(), dtorch.Tensor(x, device_mesh=PAIR)
+    mine = mine.redistribute(PAIR, [placement]).requires_grad_()
+    Scattered.apply(expected, index).square().sum().backward()
+    Scattered.apply(mine, dtorch.Tensor(index, device_mesh=PAIR)).square().sum().backward()
+    assert mine.grad is not None and mine.grad.placements == [placement]
+    assert torch.equal(mine.grad.to_torch(), expected.grad)
+
+
+def test_a_write_to_a_torch_tensor_is_seen() -> None:
+    target = base = torch.zeros(3, 2)
+    target += dtorch.ones(3, 2, device_mesh=PAIR, placements=[Shard(0)])
+    assert target is base and base.tolist() == [[1.0, 1.0]] * 3
+    base[:, 1].mul_(dtorch.full((3,), 4.0))
+    torch.add(dtorch.ones(2), 1, out=base[0])
+    assert base.tolist() == [[2.0, 2.0], [1.0, 4.0], [1.0, 4.0]]
 
 
 def test_the_gradient_of_a_jitted_call_is_not_silently_constant() -> None:
