@@ -1,8 +1,11 @@
-"""Autograd functions for matrix products, so that their backward keeps dims apart.
+"""Autograd functions for what PyTorch differentiates otherwise when it is given a tensor subclass.
 
 PyTorch would decompose `linear` and `matmul` above dtorch into flattening views and products.
 These functions record each as one operation, and give it a backward made of PyTorch's own
 kernels on unflattened tensors; on one device the gradients are bit for bit PyTorch's.
+
+The gradient of a product of elements divides by them where none is zero, which PyTorch looks at;
+of a subclass it never asks, and takes another way with other roundings.
 """
 
 from __future__ import annotations
@@ -86,6 +89,50 @@ def _grad_of_right(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> torc
     return _whole(aten.matmul.default, a.mT.conj(), grad).sum_to_size(b.shape)
 
 
+class Prod(torch.autograd.Function):
+    """The product of all elements, or over a dim."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Any, dim: Any, keepdim: Any) -> Any:
+        return torch.prod(x) if dim is None else torch.prod(x, dim, keepdim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.dim, ctx.keepdim = inputs
+        ctx.save_for_backward(x, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        x, product = ctx.saved_tensors
+        if ctx.dim is not None and not ctx.keepdim:
+            grad, product = grad.unsqueeze(ctx.dim), product.unsqueeze(ctx.dim)
+        is_zero = x == 0
+        divided = grad * (product / torch.where(is_zero, 1, x)).conj()
+        whole, dim = (x.reshape(-1), 0) if ctx.dim is None else (x, ctx.dim)
+        multiplied = grad * _product_of_others(whole, dim).view_as(x).conj()
+        return torch.where(is_zero.any(), multiplied, divided), None, None
+
+
+def _product_of_others(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """For each element of a dim, the product of the others, as PyTorch takes it around zeros."""
+    one, count = torch.ones_like(x.narrow(dim, 0, 1)), x.shape[dim] - 1
+    before = torch.cat([one, x.narrow(dim, 0, count)], dim).cumprod(dim)
+    after = torch.cat([one, x.narrow(dim, 1, count).flip(dim)], dim).cumprod(dim).flip(dim)
+    return before * after
+
+
+def _prod(
+    input: torch.Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: Any = None
+) -> torch.Tensor:
+    x = input if dtype is None else input.to(dtype)
+    if not x.ndim or not x.numel():
+        return torch.prod(x) if dim is None else torch.prod(x, dim, keepdim)
+    return Prod.apply(x, dim, keepdim)
+
+
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
     if weight.ndim != 2 or input.ndim < 2 or _is_autocast(input):
         return torch.nn.functional.linear(input, weight, bias)
@@ -140,6 +187,8 @@ SUBSTITUTES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
+    torch.prod: _prod,
+    torch.Tensor.prod: _prod,
     torch.tensor_split: _tensor_split,
     torch.Tensor.tensor_split: _tensor_split,
 }

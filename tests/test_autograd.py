@@ -297,3 +297,32 @@ def test_gradients_have_the_layout_of_what_they_belong_to() -> None:
     assert early.grad.device_mesh == first
     early.grad = None
     assert early.grad is None
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 2])
+@pytest.mark.parametrize("options", [{}, {"dim": 1}, {"dim": -2, "keepdim": True}], ids=str)
+@pytest.mark.parametrize("wrap", [lambda f: f, dtorch.jit])
+def test_the_gradient_of_a_product_is_pytorchs(wrap: Any, options: Any, zeros: int) -> None:
+    x = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
+    x.view(-1)[:zeros] = 0
+
+    def grads(x: torch.Tensor, f: Any) -> list[Any]:
+        x.requires_grad_()
+        loss = f(x).sin().sum()
+        (first,) = torch.autograd.grad(loss, x, create_graph=f is product)
+        if f is not product:
+            return [first]
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return [first, second]
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return torch.prod(x, **options) if options else x.prod()
+
+    expected = grads(x.clone(), product)
+    for place in (Replicate(), Shard(0), Shard(1)):
+        mesh = dtorch.DeviceMesh("cpu", [0]) if place.is_replicate() else PAIR
+        f = wrap(product)
+        found = grads(dtorch.Tensor(x, device_mesh=mesh, placements=[place]), f)
+        for mine, theirs in zip(found, expected, strict=False):
+            torch.testing.assert_close(plain(mine), theirs.detach(), rtol=1e-5, atol=1e-5)
+        assert len(mesh.devices) > 1 or torch.equal(plain(found[0]), expected[0].detach())
