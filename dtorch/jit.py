@@ -584,7 +584,8 @@ class _Differentiable:
         self.differentiable = differentiable
         self.treespec = forward.treespec
         self._specs = tuple(graph.specs)
-        self._backwards = {self._specs: backward}
+        self._first = backward
+        self._backwards: dict[tuple[Spec, ...], _Backward | None] = {self._specs: backward}
         # A result without dims has no strides to differ in, so its graph is not kept.
         self._graph = graph if any(s.shape for s in graph.specs) else None
         self._compiles = False
@@ -593,9 +594,8 @@ class _Differentiable:
         """Returns the call with its programs compiled."""
         self.forward = _with_stretches(self.forward)
         self._compiles = True
-        self._backwards = {
-            k: self._lowered(b.program, b.grads_of) for k, b in self._backwards.items()
-        }
+        self._first = self._lowered(self._first.program, self._first.grads_of)
+        self._backwards = {self._specs: self._first}
         return self
 
     def _lowered(self, program: Program, grads_of: tuple[int, ...]) -> _Backward:
@@ -624,7 +624,7 @@ class _Differentiable:
         backward = self._backward(tuple(t._spec for t in placed))
         if backward is None:
             placed = [_dense_grad(g, s) for g, s in zip(placed, self._specs, strict=True)]
-            backward = self._backwards[self._specs]
+            backward = self._first
         shards = [t._shards for t in (*saved, *placed)]
         values = submit_program(backward.program, backward.executable, shards, scalars)
         return [None if i < 0 else values[i] for i in backward.grads_of]
@@ -632,9 +632,11 @@ class _Differentiable:
     def _backward(self, specs: tuple[Spec, ...]) -> _Backward | None:
         """The backward program for cotangents of these specs, if there can be one."""
         if specs not in self._backwards and self._graph is not None:
-            found = self._graph.again(specs)
-            if found is not None:
-                self._backwards[specs] = self._lowered(*found)
+            try:
+                found = self._graph.again(specs)
+            except Exception:  # of a node that lets its backward be taken only once
+                found = None
+            self._backwards[specs] = None if found is None else self._lowered(*found)
         return self._backwards.get(specs)
 
 

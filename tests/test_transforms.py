@@ -655,6 +655,29 @@ def test_cotangents_of_several_strides_over_devices(placement: Any) -> None:
     torch.testing.assert_close(mine.grad.to_torch(), given.grad)
 
 
+class Once(torch.autograd.Function):
+    """Twice its argument; the backward consumes what it needs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.factor = [2.0]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.factor.pop()
+
+
+def test_a_backward_that_can_be_taken_once_takes_any_cotangent() -> None:
+    f = dtorch.jit(lambda x: Once.apply(x).sin())
+    for _ in range(2):
+        given, mine = torch.ones(4, 3, requires_grad=True), ones(4, 3, requires_grad=True)
+        (given * 2).sin().sum().backward()
+        f(mine).sum().backward()
+        assert given.grad is not None and mine.grad is not None
+        assert torch.equal(mine.grad.to_torch(), given.grad)
+
+
 def test_changing_floats_through_jit_under_autograd() -> None:
     f = dtorch.jit(lambda x, s: (x * s).pow(2).sum() / (s + 1))
     g = dtorch.jit(dtorch.grad(lambda x, s: (x * s).pow(2).sum() / (s + 1)))
