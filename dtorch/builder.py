@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ from .program import (
     needed,
     refs,
 )
-from .redistribution import plan
+from .redistribution import Movement, Step, permute, plan
 from .spec import Spec
 from .strictness import is_strict, refuse_communication
 
@@ -63,7 +64,7 @@ class Builder:
         self.inputs: list[int] = []
         self.scalar_values: list[Any] = []
         self._instructions: list[Instruction] = []
-        self._moved: dict[tuple[int, Spec], int] = {}
+        self._moved: dict[tuple[int, Spec | Step], int] = {}
         self._reduced: dict[int, int] = {}
         self._kept: dict[Any, tuple[int | None, ...]] = {}
         self._source = source
@@ -105,8 +106,18 @@ class Builder:
         source = self.specs[value]
         return value, source, source.with_layout(target.mesh, target.placements)
 
-    def _add_step(self, value: int, step: Any) -> int:
-        key = (value, step.target)
+    def permute(self, value: int, movement: Movement, target: Spec) -> int:
+        """Returns the number of a value whose ranges of a split dim have moved.
+
+        Args:
+            value: The value, without conj and neg bits.
+            movement: What moves where.
+            target: The spec of the result, which is split as the value is.
+        """
+        return self._add_step(value, permute(self.specs[value], movement, target))
+
+    def _add_step(self, value: int, step: Step) -> int:
+        key = (value, step)
         if key not in self._moved:
             moved = self._new_value(step.target)
             if value in self.constants:
@@ -163,8 +174,13 @@ class Builder:
         self, asked: Question, given: Sequence[int], decision: Decision
     ) -> None:
         before = [self.specs[self._reduced.get(v, v)] for v in given]
+        after = decision.inputs
+        if decision.movement is not None:  # which communicates, unlike the operation on wholes
+            dim, (first, *others) = decision.movement.dim, after
+            whole = (Replicate() if p.is_shard(dim) else p for p in first.placements)
+            after = (first.with_placements(tuple(whole)), *others)
         legal = [legal_placements(asked, axis) for axis in range(decision.mesh.ndim)]
-        refuse_communication(asked.op, tensor_names(asked), before, decision.inputs, legal)
+        refuse_communication(asked.op, tensor_names(asked), before, after, legal)
 
     def moves_shards(
         self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
@@ -192,6 +208,8 @@ class Builder:
         """The results of an operation that is not random, recorded now or before."""
         if decision.is_identity and self.specs[operands[0]] is decision.outputs[0]:
             return (operands[0],)
+        if decision.movement is not None:
+            return (self._moved_by(operands[0], decision),)
         is_constant = self.constants.issuperset(operands)
         if not (asked.is_a_key and (decision.is_view or is_constant)):
             return self._append(asked.op, args, kwargs, decision)
@@ -202,6 +220,19 @@ class Builder:
             if is_constant:
                 self.constants.update(v for v in self._kept[key] if v is not None)
         return self._kept[key]
+
+    def _moved_by(self, value: int, decision: Decision) -> int:
+        """The result of an operation that only moves ranges of a split dim."""
+        (target,) = decision.outputs
+        assert target is not None and decision.movement is not None
+        moved, dim = self.permute(value, decision.movement, target), decision.movement.dim
+        axes = zip(target.mesh.shape, target.placements, strict=True)
+        count = math.prod(n for n, p in axes if p.is_shard(dim))
+        if 0 < target.shape[dim] < count:
+            # What is too small for all devices is whole on each.
+            whole = (Replicate() if p.is_shard(dim) else p for p in target.placements)
+            moved = self.redistribute(moved, target.with_placements(tuple(whole)))
+        return moved
 
     def _append(
         self,

@@ -103,6 +103,7 @@ def _fits(instruction: LocalInstruction, specs: LocalSpecs) -> TypeGuard[LocalCa
         and not op._schema.is_mutable
         and (_UNFIT.isdisjoint(op.tags) or op is _ATTENTION)
         and all(slot in specs and _is_plain(specs[slot]) for slot in touched)
+        and all(len(specs[slot]) == len(instruction.mesh.devices) for slot in touched)
         and not _reads_indices(instruction, specs)
         and not _is_power_of_bools(instruction, specs)
         and (not _scalars(instruction) or _takes_scalar(instruction, specs))

@@ -6,9 +6,15 @@ apart; every device flattens its own shard.
 
 PyTorch checks what it has factored by an operation without results. `checked` gives what it has
 checked, so that a failure is one of the values that are computed with it.
+
+`attend_block` is one step of ring attention: every piece of the queries attends to one piece of
+the keys and values, and what it gives is merged with what the earlier steps gave. Which piece that
+is, and what of it a causal mask leaves, differs between devices: the rule writes what each runs.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -40,3 +46,42 @@ _library.impl("checked", _checked, "CompositeImplicitAutograd")
 
 checked = torch.ops.dtorch.checked.default
 """The values, where `info` says that they have been computed; otherwise PyTorch's error."""
+
+_library.define(
+    "attend_block(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? out, "
+    "Tensor? logsumexp, int num_pieces, int step, bool is_causal, float? scale, "
+    "int[] query_ranges, int[] key_ranges) -> (Tensor, Tensor)"
+)
+_library.define(
+    "attend_block_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? mask, "
+    "Tensor out, Tensor logsumexp, Tensor? grad_query, Tensor? grad_key, Tensor? grad_value, "
+    "int num_pieces, int step, bool is_causal, float? scale, int[] query_ranges, "
+    "int[] key_ranges) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape, dtype = (*query.shape[:3], value.shape[3]), _wide(query.dtype)
+    return query.new_empty(shape, dtype=dtype), query.new_empty(query.shape[:3], dtype=dtype)
+
+
+def _attended_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    return tuple(t.new_empty(t.shape, dtype=_wide(t.dtype)) for t in (query, key, value))
+
+
+_library.impl("attend_block", _attended, "Meta")
+_library.impl("attend_block_backward", _attended_backward, "Meta")
+
+attend_block = torch.ops.dtorch.attend_block.default
+"""One step of ring attention: what was attended to so far, and its log-sum-exp."""
+
+attend_block_backward = torch.ops.dtorch.attend_block_backward.default
+"""One step of its backward: the gradients so far of queries, and of the present keys and values."""

@@ -20,6 +20,7 @@ from .mesh import DeviceMesh
 from .placement import Placement, Placements
 from .program import Localize
 from .propagation import propagate
+from .redistribution import Movement
 from .refusals import as_torch_refuses
 from .rules import Meta, OpCall, Sharding, replicated, rule_of, sizes_by_name
 from .rules.pointwise import is_pointwise, pointwise
@@ -35,6 +36,7 @@ class Decision(NamedTuple):
         inputs: The spec that each tensor argument is brought to.
         outputs: The spec of each result, lists laid out flat; None for one that is not a tensor.
         is_view: Whether the results are views of the argument.
+        movement: What it does instead of running, where it only moves ranges of a split dim.
         is_identity: Whether the result is the argument itself, seen the same way.
         localize: Writes what each device runs, where that is not simply the operation.
         is_fallback: Whether it runs replicated because the operation has no sharding rule.
@@ -45,6 +47,7 @@ class Decision(NamedTuple):
     inputs: tuple[Spec, ...]
     outputs: tuple[Spec | None, ...]
     is_view: bool
+    movement: Movement | None
     is_identity: bool
     localize: Localize | None
     is_fallback: bool
@@ -103,6 +106,7 @@ def _decided(
     inputs = tuple(_brought(spec, home, placements) for spec, placements in placed)
     chosen = iter(choice.outputs)
     outputs = tuple(_placed(m, home, next(chosen)) if isinstance(m, Meta) else None for m in flat)
+    movement = sharding.movement
     is_view = any(r.alias_info is not None for r in asked.op._schema.returns)
     return Decision(
         results,
@@ -110,7 +114,8 @@ def _decided(
         inputs,
         outputs,
         is_view,
-        is_view and inputs == outputs and metas[0].offset == 0,
+        movement if movement and _splits(inputs[0], movement.dim) else None,
+        is_view and not movement and inputs == outputs and metas[0].offset == 0,
         sharding.localize or (_Sizes(sharding.sizes) if sharding.sizes else None),
         is_fallback and len(home.devices) > 1,
     )
@@ -141,10 +146,11 @@ def legal_placements(asked: Question, axis: int) -> list[tuple[Placement, ...]]:
     call = _call(asked, results)
     sharding, _ = _sharding_of(call, False)
     sizes, count = sizes_by_name(sharding, call), call.tensors[0].mesh.shape[axis]
+    moved = sharding.movement and sharding.inputs[0][sharding.movement.dim]
     strategies = (
         s.inputs
         for s in sharding.strategies()
-        if s.name is None or sharding.may_split(s.name, sizes, count)
+        if s.name is None or (s.name != moved and sharding.may_split(s.name, sizes, count))
     )
     return list(dict.fromkeys(strategies))
 
@@ -157,6 +163,11 @@ def _brought(spec: Spec, mesh: DeviceMesh, placements: Placements) -> Spec:
 
 def _placed(meta: Meta, mesh: DeviceMesh, placements: Placements) -> Spec:
     return Spec.of(meta.shape, meta.dtype, mesh, placements, meta.stride, meta.conj, meta.neg)
+
+
+def _splits(spec: Spec, dim: int) -> bool:
+    axes = zip(spec.mesh.shape, spec.placements, strict=True)
+    return any(n > 1 and p.is_shard(dim) for n, p in axes)
 
 
 def _call(asked: Question, results: Sequence[Meta]) -> OpCall:

@@ -32,12 +32,19 @@ class LocalSpecs(dict[int, tuple[Spec, ...]]):
     def _add(self, call: LocalCall, program: Program) -> None:
         slots = [(i, slot) for i, slot in enumerate(call.outputs) if slot is not None]
         try:
+            self._check_devices(call)
             results = [self._results(call, i) for i in range(len(call.mesh.devices))]
         except Exception:  # of a kernel, which raises it when it runs, or a value is not known
             known = [slot for _, slot in slots if slot < len(program.specs)]
             self.update((slot, _shards(program.specs[slot])) for slot in known)
         else:
             self.update((slot, tuple(_local(r[i]) for r in results)) for i, slot in slots)
+
+    def _check_devices(self, call: LocalCall) -> None:
+        """What only some of the devices run is left unknown: the tables are of all of them."""
+        count = len(call.mesh.devices)
+        if any(len(self[r.id]) != count for r in refs((call.args, call.kwargs))):
+            raise LookupError
 
     def _results(self, call: LocalCall, index: int) -> list[Meta]:
         args, kwargs = for_device(call.args, index), dict(for_device(call.kwargs, index))

@@ -126,7 +126,7 @@ class LocalContext:
         self._instruction = instruction
         self._specs = program.specs
         self._origin = origin
-        self._new_slot = new_slot
+        self.new_slot = new_slot
 
     def spec(self, ref: Ref) -> Spec:
         """Returns the spec of an operand."""
@@ -148,11 +148,21 @@ class LocalContext:
         op: torch._ops.OpOverload,
         *args: Any,
         outputs: Sequence[int | None] | None = None,
+        mesh: DeviceMesh | None = None,
         **kwargs: Any,
     ) -> Ref:
-        """Adds a local operation; its result is a new slot, or `outputs` where given."""
-        slots = (self._new_slot(),) if outputs is None else tuple(outputs)
-        call = LocalCall(op, args, tuple(kwargs.items()), slots, self.mesh, self._origin)
+        """Adds a local operation; its result is a new slot, or `outputs` where given.
+
+        Args:
+            op: The operation.
+            args: Its arguments.
+            outputs: The slots of its results.
+            mesh: The devices that run it, all of the instruction's if None.
+            kwargs: Its keyword arguments.
+        """
+        slots = (self.new_slot(),) if outputs is None else tuple(outputs)
+        mesh = mesh or self.mesh
+        call = LocalCall(op, args, tuple(kwargs.items()), slots, mesh, self._origin)
         self.emitted.append(call)
         return Ref(next((s for s in slots if s is not None), -1))
 

@@ -22,6 +22,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from .mesh import DeviceMesh
 from .placement import Partial, Placement, Placements, Replicate, Shard
@@ -39,11 +40,45 @@ class Collective(enum.Enum):
     TO_PARTIAL = "to_partial"
     TRANSFER = "transfer"
     RELABEL = "relabel"
+    PERMUTE = "permute"
 
     @property
     def is_local(self) -> bool:
         """Whether a device needs only its own part."""
         return self in (Collective.SLICE, Collective.TO_PARTIAL, Collective.RELABEL)
+
+
+class Segment(NamedTuple):
+    """A range of a dim that moves: where it begins after and before, and its length."""
+
+    target: int
+    source: int
+    length: int
+
+
+class Movement(NamedTuple):
+    """What `PERMUTE` does along a dim that is split.
+
+    Attributes:
+        dim: The dim.
+        segments: What of the result comes from where, by where it is in the result. Their places
+            in the source may overlap.
+        fill: What the result has where no segment is; None for what adds nothing to a sum.
+    """
+
+    dim: int
+    segments: tuple[Segment, ...]
+    fill: float | None = None
+
+    def sources(self, start: int, stop: int) -> list[Segment]:
+        """Returns what a range of the result is made of."""
+        found = []
+        for segment in self.segments:
+            low = max(start, segment.target)
+            high = min(stop, segment.target + segment.length)
+            if low < high:
+                found.append(Segment(low, segment.source + low - segment.target, high - low))
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +91,7 @@ class Step:
         source: The spec before.
         target: The spec after.
         num_bytes: The bytes that the busiest device receives.
+        movement: For `PERMUTE`, the one step that changes the value, what moves where.
     """
 
     kind: Collective
@@ -63,6 +99,7 @@ class Step:
     source: Spec
     target: Spec
     num_bytes: int
+    movement: Movement | None = None
 
     def __repr__(self) -> str:
         before = format_layout(self.source.mesh, self.source.placements)
@@ -91,6 +128,33 @@ def plan(source: Spec, target: Spec) -> tuple[Step, ...]:
 def cost(source: Spec, target: Spec) -> int:
     """Returns the bytes that the busiest device receives in `plan`'s steps."""
     return sum(step.num_bytes for step in plan(source, target))
+
+
+def permute(source: Spec, movement: Movement, target: Spec) -> Step:
+    """Returns the step that moves ranges of a split dim, each device taking what it is to hold.
+
+    Args:
+        source: The tensor as it is, with plain memory.
+        movement: What moves where.
+        target: The tensor as it will be, with the same placements.
+    """
+    dim, segments = movement.dim, movement.segments
+    axes = tuple(a for a, p in enumerate(source.placements) if p.is_shard(dim))
+    missing = []
+    for held, wanted in zip(source.boxes, target.boxes, strict=True):
+        taken = movement.sources(*wanted[dim])
+        own = sum(_overlap(s.source, s.length, held[dim]) for s in taken)
+        others = math.prod(b - a for d, (a, b) in enumerate(wanted) if d != dim)
+        missing.append((sum(s.length for s in taken) - own) * others * source.dtype.itemsize)
+    boxes = zip(source.boxes, target.boxes, strict=True)
+    inside = all(h[dim][0] <= w[dim][0] and w[dim][1] <= h[dim][1] for h, w in boxes)
+    if inside and segments == (Segment(0, 0, target.shape[dim]),):
+        return Step(Collective.SLICE, axes, source, target, 0)
+    return Step(Collective.PERMUTE, axes, source, target, max(missing), movement)
+
+
+def _overlap(start: int, length: int, held: tuple[int, int]) -> int:
+    return max(min(start + length, held[1]) - max(start, held[0]), 0)
 
 
 def _across_meshes(source: Spec, target: Spec) -> tuple[Step, ...]:

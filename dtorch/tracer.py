@@ -35,6 +35,7 @@ from .mesh import DeviceMesh
 from .parts import dense_stride
 from .placement import Placements, Replicate, Shard
 from .program import Ref, ScalarRef, refs
+from .redistribution import Movement
 from .scalars import Expression, concrete, node_of
 from .sharded_forms import sharded_form
 from .source import user_line
@@ -344,6 +345,8 @@ class Tracer:
         form = sharded_form(op)
         if form is not None and not is_strict() and self.builder.moves_shards(op, lowered, named):
             operand = refs((lowered, tuple(named.values())))[0]
+            args = functionalization.map_tensors(args, self.lift)
+            kwargs = {k: functionalization.map_tensors(v, self.lift) for k, v in kwargs.items()}
             with self._mode, self.factories(self.builder.specs[operand.id].mesh, None):
                 results = form(*args, **kwargs)
             if results is not NotImplemented:
@@ -356,6 +359,21 @@ class Tracer:
             return self.builder.apply(op, lowered, named)
         named = functionalization.with_dtype(op, self.builder.with_scalars(lowered), named)
         return self.builder.apply(op, lowered, named, self.mesh, self._fitting(op, lowered, named))
+
+    def permute(self, x: torch.Tensor, movement: Movement, size: int) -> SymbolicTensor:
+        """Returns a tensor whose ranges of a split dim have moved; see `redistribution.permute`.
+
+        Args:
+            x: The tensor.
+            movement: What moves where.
+            size: The size of the dim afterwards.
+        """
+        with self._mode:
+            plain = self.lift(x.resolve_conj().resolve_neg())
+        value, spec = self.read(plain), plain._spec
+        shape = (*spec.shape[: movement.dim], size, *spec.shape[movement.dim + 1 :])
+        target = Spec.of(shape, spec.dtype, spec.mesh, spec.placements)
+        return self.wrap(self.builder.permute(value, movement, target))
 
     def _number(self, result: torch.Tensor | None) -> int | None:
         return None if result is None else self.read(self.lift(result))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from .sharding import Dims, OpCall, Sharding, rule
@@ -10,34 +13,35 @@ aten = torch.ops.aten
 _QUERY = ("b", "h", "l", "e")
 _KEY = ("b", "h", "s", "e")
 _VALUE = ("b", "h", "s", "v")
-_WHOLE = frozenset({"l", "s", "e", "v"})
-_FILLED = frozenset({"b", "h"})
+_FILLED = frozenset({"b", "h", "l"})
 """PyTorch's kernel divides by the number of heads and batches: an empty shard ends the process."""
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu)
 def flash_attention_for_cpu(call: OpCall) -> Sharding:
-    """``b h l! e!, b h s! e!, b h s! v!, mask -> b h l! v!, b l! h`` (log-sum-exp)."""
+    """``b h l e!, b h s! e!, b h s! v!, mask -> b h l v!, b l h`` (log-sum-exp); l! if causal."""
     inputs = (_QUERY, _KEY, _VALUE, *_mask(call, 3))
-    logsumexp = ("b", "l", "h") if _is_seq_major(call) else ("b", "h", "l")
-    outputs = (("b", "h", "l", "v"), logsumexp)
-    return Sharding(inputs, outputs, whole=_WHOLE, even=_unequal_heads(call), filled=_FILLED)
+    outputs = (("b", "h", "l", "v"), _logsumexp(call, call.results[1].shape))
+    whole = frozenset({"s", "e", "v", *("l" if call["is_causal"] else "")})
+    return Sharding(inputs, outputs, whole=whole, even=_unequal_heads(call), filled=_FILLED)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward)
 def flash_attention_for_cpu_backward(call: OpCall) -> Sharding:
     """The gradients of q, k and v."""
-    logsumexp = ("b", "l", "h") if _is_seq_major(call, 5) else ("b", "h", "l")
     result = ("b", "h", "l", "v")
+    logsumexp = _logsumexp(call, call.tensors[5].shape)
     inputs = (result, _QUERY, _KEY, _VALUE, result, logsumexp, *_mask(call, 6))
     outputs = (_QUERY, _KEY, _VALUE)
-    return Sharding(inputs, outputs, whole=_WHOLE, even=_unequal_heads(call, 1), filled=_FILLED)
+    whole = frozenset({"s", "e", "v", *("l" if call["is_causal"] else "")})
+    options: Any = {"even": _unequal_heads(call, 1), "filled": _FILLED}
+    return Sharding(inputs, outputs, reduce={"l": "sum"}, whole=whole, **options)
 
 
-def _is_seq_major(call: OpCall, place: int | None = None) -> bool:
-    query = call.tensors[0].shape
-    shape = call.results[1].shape if place is None else call.tensors[place].shape
-    return tuple(shape) == (query[0], query[2], query[1])
+def _logsumexp(call: OpCall, shape: Sequence[int]) -> Dims:
+    """The names of the log-sum-exp, which some versions of PyTorch give with the heads last."""
+    batch, heads, rows, _ = call["query"].shape
+    return ("b", "h", "l") if tuple(shape) == (batch, heads, rows) else ("b", "l", "h")
 
 
 def _unequal_heads(call: OpCall, first: int = 0) -> frozenset[str]:

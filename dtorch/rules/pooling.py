@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .sharding import OpCall, Sharding, assign, dim_names, outer, rule
+from ..redistribution import Movement, Segment
+from .sharding import OpCall, Sharding, assign, dim_names, moved, outer, rule
 
 aten = torch.ops.aten
 
@@ -137,11 +138,37 @@ def col2im(call: OpCall) -> Sharding:
 
 @rule(aten.constant_pad_nd)
 def constant_pad(call: OpCall) -> Sharding:
-    """The dims that are not padded pass."""
-    names, pad = dim_names(call.tensors[0].shape), call["pad"]
-    padded = {len(names) - 1 - i // 2 for i, width in enumerate(pad) if width}
-    kept = tuple(None if d in padded else n for d, n in enumerate(names))
-    return Sharding((kept,), (kept,))
+    """One padded dim moves where it is split; of several each must be whole."""
+    (source,), (result,) = call.tensors, call.results
+    names, pad = dim_names(source.shape), call["pad"]
+    padded = sorted({len(names) - 1 - i // 2 for i, width in enumerate(pad) if width})
+    if len(padded) > 1:
+        kept = tuple(None if d in padded else n for d, n in enumerate(names))
+        return Sharding((kept,), (kept,))
+    if not padded:
+        return Sharding((names,), (names,))
+    (dim,) = padded
+    before = pad[2 * (len(names) - 1 - dim)]
+    first, size = max(before, 0), source.shape[dim] + min(before, 0)
+    length = max(min(size, result.shape[dim] - first), 0)
+    segments = (Segment(first, max(-before, 0), length),)
+    return moved(call, names, Movement(dim, segments, float(call["value"])))
+
+
+@rule(aten.roll)
+def roll(call: OpCall) -> Sharding:
+    """One rolled dim moves where it is split; of several each must be whole."""
+    shape = call.tensors[0].shape
+    names = dim_names(shape)
+    if len(call["dims"]) != 1 or 0 in shape:
+        rolled = {d % len(shape) for d in call["dims"]} if call["dims"] else range(len(shape))
+        kept = tuple(None if d in rolled else n for d, n in enumerate(names))
+        return Sharding((kept,), (kept,), linear=(frozenset({0}),))
+    (dim,), (shift,) = call["dims"], call["shifts"]
+    dim = dim % len(shape)
+    size, shift = shape[dim], shift % shape[dim]
+    segments = (Segment(0, size - shift, shift), Segment(shift, 0, size - shift))
+    return moved(call, names, Movement(dim, segments), linear=(frozenset({0}),))
 
 
 @rule(aten.grid_sampler_2d, aten.grid_sampler_3d)

@@ -57,7 +57,6 @@ _ALONG = (
     aten.sort,
     aten.argsort,
     aten.flip,
-    aten.roll,
     aten.rot90,
     aten.topk,
     aten._safe_softmax,

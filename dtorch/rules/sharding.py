@@ -25,6 +25,7 @@ import torch
 
 from ..placement import Partial, Placement, Replicate, Shard
 from ..program import Localize
+from ..redistribution import Movement
 from ..spec import Spec
 
 Dims = tuple[str | None, ...]
@@ -95,6 +96,8 @@ class Sharding:
         partial_ops: The reductions that the linear sets commute with.
         sizes: Arguments, by name, that hold the size of a result (by index); each device gets
             its local size there.
+        movement: For an operation that only moves ranges of a dim of its first argument: what
+            it does where that dim is split.
         localize: Writes what a device runs, where that is not the operation on the shards.
     """
 
@@ -109,6 +112,7 @@ class Sharding:
     linear: tuple[frozenset[int], ...] = ()
     partial_ops: tuple[str, ...] = LINEAR
     sizes: tuple[tuple[str, int], ...] = ()
+    movement: Movement | None = None
     localize: Localize | None = None
 
     def strategies(self) -> Iterator[Strategy]:
@@ -310,6 +314,15 @@ def outer(call: OpCall, count: int, **options: Any) -> Sharding:
         tuple(names(m.shape) for m in call.results),
         **options,
     )
+
+
+def moved(call: OpCall, names: Dims, movement: Movement, **options: Any) -> Sharding:
+    """Returns the sharding of an operation that only moves ranges of a dim of its argument."""
+    (source, *_) = call.tensors
+    if source.conj or source.neg:  # devices exchange plain memory
+        kept = tuple(None if d == movement.dim else n for d, n in enumerate(names))
+        return Sharding((kept,), (kept,), **options)
+    return Sharding((names,), (names,), movement=movement, **options)
 
 
 def sizes_by_name(sharding: Sharding, call: OpCall) -> dict[str, list[int]]:

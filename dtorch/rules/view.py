@@ -15,8 +15,9 @@ import torch
 
 from ..errors import PlacementError
 from ..lowering import LocalContext
+from ..redistribution import Movement, Segment
 from ..spec import Spec
-from .sharding import ANY_REDUCTION, Dims, OpCall, Sharding, dim_names, replicated, rule
+from .sharding import ANY_REDUCTION, Dims, OpCall, Sharding, dim_names, moved, replicated, rule
 
 aten = torch.ops.aten
 _PASS = {"linear": (frozenset({0}),), "partial_ops": ANY_REDUCTION}
@@ -184,9 +185,8 @@ def select(call: OpCall) -> Sharding:
 
 @rule(aten.narrow_copy)
 def narrow_copy(call: OpCall) -> Sharding:
-    """A range of a dim, which must be whole."""
-    names = dim_names(call.tensors[0].shape)
-    return Sharding((names,), (names,), whole=_only(names[call["dim"]]), **_PASS)
+    """A range of a dim, which moves where the dim is split."""
+    return _range(call, call["dim"], call["start"])
 
 
 @rule(aten.unfold, aten.unfold_copy)
@@ -226,13 +226,24 @@ def diag_embed(call: OpCall) -> Sharding:
 
 @rule(aten.slice, aten.slice_copy)
 def slice_(call: OpCall) -> Sharding:
-    """A range of a dim, which must be whole unless the range is all of it."""
-    shape = call.tensors[0].shape
-    names = dim_names(shape)
-    at = call["dim"] % len(names)
-    everything = call.results[0].shape[at] == shape[at] and call["step"] == 1
-    whole = frozenset() if everything else _only(names[at])
-    return Sharding((names,), (names,), whole=whole, **_PASS)
+    """A range of a dim, which moves where the dim is split; with gaps the dim must be whole."""
+    names = dim_names(call.tensors[0].shape)
+    if call["step"] != 1 and call.results[0].shape != call.tensors[0].shape:
+        return Sharding((names,), (names,), whole=_only(names[call["dim"]]), **_PASS)
+    return _range(call, call["dim"], call["start"] or 0)
+
+
+def _range(call: OpCall, dim: int, start: int) -> Sharding:
+    """A range of a dim of the argument is the result."""
+    (source, *_), (result, *_) = call.tensors, call.results
+    names = dim_names(source.shape)
+    dim = dim % len(names)
+    size, length = source.shape[dim], result.shape[dim]
+    if size == length:
+        return Sharding((names,), (names,), **_PASS)
+    start = max(start + size, 0) if start < 0 else start
+    movement = Movement(dim, (Segment(0, start, length),))
+    return moved(call, names, movement, **_PASS)
 
 
 @rule(aten.diagonal, aten.diagonal_copy)
@@ -321,10 +332,16 @@ def triangle(call: OpCall) -> Sharding:
 
 @rule(aten.select_backward, aten.slice_backward)
 def range_backward(call: OpCall) -> Sharding:
-    """The gradient of a range of one dim, in zeros; the dim must be whole."""
+    """The gradient of a range of one dim, in zeros; a range moves where the dim is split."""
     names = dim_names(call.results[0].shape)
     at = call["dim"] % len(names)
     selects = call.op is aten.select_backward.default
+    if not selects and call["step"] == 1:
+        size, length = call.results[0].shape[at], call.tensors[0].shape[at]
+        start = call["start"] or 0
+        start = min(max(start + size, 0) if start < 0 else start, size - length)
+        movement = Movement(at, (Segment(start, 0, length),), 0.0)
+        return moved(call, names, movement, sizes=(("input_sizes", 0),), **_PASS)
     given = names[:at] + names[at + 1 :] if selects else (*names[:at], None, *names[at + 1 :])
     kept = (*names[:at], None, *names[at + 1 :])
     return Sharding((given,), (kept,), sizes=(("input_sizes", 0),), **_PASS)

@@ -36,7 +36,7 @@ class Join(enum.Enum):
     COPY = 1  # a copy of the one piece
     CONCATENATE = 2
     REDUCE = 3
-    PLACE = 4  # each piece at its place in a new tensor, the rest filled with what adds nothing
+    PLACE = 4  # each piece at its place in a new tensor, the rest filled
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class Round:
         dim: The dim of a concatenation.
         op: The reduction.
         shape: The shape of the new tensor that pieces are placed in.
+        fill: What is where no piece is; None for what adds nothing.
     """
 
     pieces: tuple[Piece, ...]
@@ -65,6 +66,7 @@ class Round:
     dim: int = 0
     op: str = ""
     shape: tuple[int, ...] = ()
+    fill: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,6 +126,8 @@ def _local(step: Step, index: int) -> Round:
 
 
 def _rounds(step: Step, index: int, members: tuple[int, ...]) -> tuple[Round, ...]:
+    if step.kind is Collective.PERMUTE:
+        return (_permuted(step, index, members),)
     source, target = (s.placements[step.axes[0]] for s in (step.source, step.target))
     everyone = range(len(members))
     if step.kind is Collective.ALL_REDUCE:
@@ -145,6 +149,31 @@ def _rounds(step: Step, index: int, members: tuple[int, ...]) -> tuple[Round, ..
         return (Round(tuple(taken), Join.CONCATENATE, source.dim),)
     assert isinstance(source, Partial)
     return (Round(tuple(taken), Join.REDUCE, op=source.op),)
+
+
+def _permuted(step: Step, index: int, members: tuple[int, ...]) -> Round:
+    """The ranges that make up a device's part, each from whoever holds it."""
+    movement, wanted = step.movement, step.target.boxes[index]
+    assert movement is not None
+    dim = movement.dim
+    start, stop = wanted[dim]
+    pieces, covered = [], 0
+    for place, source, length in movement.sources(start, stop):
+        for number, member in enumerate(members):
+            held, end = step.source.boxes[member][dim]
+            low, high = max(source, held), min(source + length, end)
+            if low < high:
+                whole = (low, high) == (held, end)
+                cuts = () if whole else ((dim, low - held, high - low),)
+                at = place + low - source - start
+                pieces.append(Piece(number, cuts, ((dim, at, high - low),)))
+        covered += length
+    shape = _sizes(wanted)
+    if covered < stop - start or not pieces:
+        return Round(tuple(pieces), Join.PLACE, shape=shape, fill=movement.fill)
+    if len(pieces) > 1:
+        return Round(tuple(pieces), Join.CONCATENATE, dim)
+    return Round(tuple(pieces), Join.COPY if pieces[0].cuts else Join.SAME)
 
 
 def _all_reduce(shape: tuple[int, ...], step: Step, member: int, op: str) -> tuple[Round, ...]:
@@ -218,7 +247,10 @@ def join(round: Round, meeting: Meeting, parts: Sequence[torch.Tensor]) -> torch
         return torch.cat(taken, round.dim)
     if round.join is Join.REDUCE:
         return reduce_parts(taken, round.op)
-    result = nothing(round.shape, meeting.dtype, meeting.device)
+    if round.fill is None:
+        result = nothing(round.shape, meeting.dtype, meeting.device)
+    else:
+        result = torch.full(round.shape, round.fill, dtype=meeting.dtype, device=meeting.device)
     for piece, part in zip(round.pieces, taken, strict=True):
         _cut(result, piece.place).copy_(part)
     return result

@@ -11,7 +11,17 @@ A form is ordinary torch code, called with the operation's arguments. It returns
 what it cannot do. Half precision is computed in float32 and rounded once, as the kernels do.
 """
 
-from . import losses, normalization, reduction, scan, softmax
+from . import attention, losses, movement, normalization, reduction, scan, softmax, windows
 from .registry import sharded_form
 
-__all__ = ["losses", "normalization", "reduction", "scan", "sharded_form", "softmax"]
+__all__ = [
+    "attention",
+    "losses",
+    "movement",
+    "normalization",
+    "reduction",
+    "scan",
+    "sharded_form",
+    "softmax",
+    "windows",
+]

@@ -264,7 +264,8 @@ at::Tensor join(const Round& round, const Meeting& meeting, const std::vector<Pa
     case Join::kPlace:
       break;
   }
-  at::Tensor result = nothing(round.shape, meeting.options);
+  at::Tensor result = round.fill ? at::full(round.shape, *round.fill, meeting.options)
+                                 : nothing(round.shape, meeting.options);
   for (size_t i = 0; i < taken.size(); i++) cut(result, round.pieces[i].place).copy_(taken[i]);
   return result;
 }

@@ -35,6 +35,7 @@ struct Round {
   int64_t dim;
   std::string op;
   std::vector<int64_t> shape;
+  std::optional<double> fill;
 };
 // How one device takes part in a step: see `Meeting` in collectives.py.
 struct Meeting {

@@ -267,6 +267,7 @@ Round round_of(const py::handle& round) {
   made.dim = py::cast<int64_t>(round.attr("dim"));
   made.op = py::cast<std::string>(round.attr("op"));
   made.shape = py::cast<std::vector<int64_t>>(round.attr("shape"));
+  made.fill = py::cast<std::optional<double>>(round.attr("fill"));
   return made;
 }
 

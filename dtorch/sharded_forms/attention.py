@@ -1,0 +1,332 @@
+"""Attention over a split sequence: Ulysses, ring, and keys that are split alone.
+
+Where queries, keys and values are split over the sequence, the name of the mesh axis says how they
+meet. *Ulysses* ("ulysses_cp") exchanges: each device gets the whole sequence for some of the heads
+and gives back its piece of the result. A *ring* ("ring_cp") passes the keys and values from device
+to device while each attends with its own queries to what it has, and merges the results by their
+log-sum-exp; no device ever holds all keys. Another axis takes what moves fewer bytes, and the ring
+where the heads do not divide. Several axes combine: those of the ring are one ring, within which
+the heads are exchanged.
+
+Where only the keys are split (the cache of a decoder), each device attends to its own, and the
+results are merged.
+
+Sources: DeepSpeed-Ulysses (arXiv:2309.14509), Ring Attention (arXiv:2310.01889).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..custom_ops import attend_block, attend_block_backward
+from ..placement import Placement, Replicate, Shard
+from ..redistribution import Movement, Segment
+from .movement import permuted
+from .registry import form
+
+aten = torch.ops.aten
+_ULYSSES = ("ulysses_cp", "ulysess_cp")
+_RING = "ring_cp"
+
+
+def _split_axes(x: Any) -> set[int]:
+    """The axes of more than one device that split the sequence."""
+    placed = enumerate(zip(x.device_mesh.shape, x.placements, strict=True))
+    return {a for a, (n, p) in placed if n > 1 and p.is_shard(2)}
+
+
+def _with(x: Any, axes: Collection[int], placement: Placement) -> Any:
+    """Returns a tensor with another placement on some axes."""
+    placements = [placement if a in axes else p for a, p in enumerate(x.placements)]
+    return x.redistribute(x.device_mesh, placements)
+
+
+def _num_pieces(x: Any, axes: Collection[int]) -> int:
+    return math.prod(x.device_mesh.shape[a] for a in axes)
+
+
+@form(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> Any:
+    op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    options = {"attn_mask": attn_mask, "scale": scale}
+    axes = _split_axes(query) | _split_axes(key) | _split_axes(value)
+    if not axes:
+        query, keys, values = _with_heads_alike(query, key, value)
+        if keys.shape == key.shape:
+            return NotImplemented
+        return op(query, keys, values, 0.0, is_causal, **options)
+    if not _split_axes(query) and (not is_causal or query.shape[2] < _num_pieces(query, axes)):
+        return _over_split_keys(query, key, value, is_causal, attn_mask, scale)
+    query, key, value = (_with(t, axes, Shard(2)) for t in (query, key, value))
+    ulysses = _ulysses_axes(query, key, axes)
+    query, key, value = _with_heads_alike(query, key, value, ulysses)
+    if ulysses:
+        exchanged = (_with(t, ulysses, Shard(1)) for t in (query, key, value))
+        results = op(*exchanged, 0.0, is_causal, **options)
+        return tuple(_with(t, ulysses, Shard(2)) for t in results)
+    ring = _ring_of(query, key, is_causal, scale)
+    mask, keys, values = _four_dims(attn_mask), ring.start(key), ring.start(value)
+    out: Any = None
+    sums: Any = None
+    for step in range(ring.count):
+        now = keys, values
+        if step + 1 < ring.count:  # what comes next is under way while this is computed
+            keys, values = ring.passed_on(keys), ring.passed_on(values)
+        out, sums = attend_block(query, *now, mask, out, sums, ring.count, step, *ring.options)
+    return _finished(out, sums, query.dtype, mask is not None)
+
+
+@form(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def _attention_backward(
+    grad: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    logsumexp: Any,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Any = None,
+    scale: float | None = None,
+) -> Any:
+    op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    options = {"attn_mask": attn_mask, "scale": scale}
+    heads = key.shape[1]
+    axes = _split_axes(query) | _split_axes(key) | _split_axes(value) | _split_axes(grad)
+    grad, query, key, value, out, logsumexp = (
+        _with(t, axes, Shard(2)) for t in (grad, query, key, value, out, logsumexp)
+    )
+    ulysses = _ulysses_axes(query, key, axes)
+    query, keys, values = _with_heads_alike(query, key, value, ulysses)
+    if not axes and keys.shape == key.shape:
+        return NotImplemented
+    if ulysses or not axes:
+        exchanged = (
+            _with(t, ulysses, Shard(1)) for t in (grad, query, keys, values, out, logsumexp)
+        )
+        results = op(*exchanged, 0.0, is_causal, **options)
+        to_query, *to_keys = (_with(t, ulysses, Shard(2)) for t in results)
+        return to_query, *(_added_up(t, heads) for t in to_keys)
+    ring = _ring_of(query, key, is_causal, scale)
+    mask, keys, values = _four_dims(attn_mask), ring.start(keys), ring.start(values)
+    to_query: Any = None
+    to_key = to_value = None
+    for step in range(ring.count):
+        now = keys, values
+        if step + 1 < ring.count:
+            keys, values = ring.passed_on(keys), ring.passed_on(values)
+        operands = (grad, query, *now, mask, out, logsumexp, to_query, to_key, to_value)
+        to_query, *to_keys = attend_block_backward(*operands, ring.count, step, *ring.options)
+        # The gradients travel with what they belong to, and at last home.
+        to_key, to_value = map(ring.passed_on, to_keys)
+    to_keys = (_added_up(ring.end(t), heads) for t in (to_key, to_value))
+    return to_query.to(query.dtype), *(t.to(key.dtype) for t in to_keys)
+
+
+def _over_split_keys(
+    query: Any, key: Any, value: Any, is_causal: bool, mask: Any, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Every device attends with all queries to its own keys; the results are merged."""
+    axes = _split_axes(key) | _split_axes(value)
+    query, key, value = _with_heads_alike(query, *(_with(t, axes, Shard(2)) for t in (key, value)))
+    ring = _ring_of(key, key, is_causal, scale)
+    mask, rows = _four_dims(mask), query.shape[2]
+    if mask is not None and mask.shape[2] > 1:
+        mask = _for_each_piece(mask, ring)
+    ring = dataclasses.replace(ring, queries=((0, rows),) * ring.count)
+    operands = (_for_each_piece(query, ring), ring.start(key), ring.start(value), mask, None, None)
+    out, sums = attend_block(*operands, ring.count, 0, *ring.options)
+    out, sums = out.unflatten(2, (ring.count, rows)), sums.unflatten(2, (ring.count, rows))
+    largest = sums.amax(2, keepdim=True)
+    largest = largest.masked_fill(largest == -math.inf, 0.0)
+    weights = (sums - largest).exp()
+    total = weights.sum(2)
+    out = (out * weights.unsqueeze(-1)).sum(2) / total.unsqueeze(-1)
+    if mask is not None or is_causal:
+        out = out.masked_fill(total.unsqueeze(-1) == 0, 0.0)
+    return _finished(out, total.log() + largest.squeeze(2), query.dtype, True)
+
+
+def _for_each_piece(x: Any, ring: _Ring) -> Any:
+    """Returns the rows of dim 2 once on each device of the ring, as one dim that is split."""
+    shape = (*x.shape[:2], ring.count, *x.shape[2:])
+    return _with(x.unsqueeze(2).expand(shape), ring.axes, Shard(2)).reshape(
+        *x.shape[:2], ring.count * x.shape[2], x.shape[3]
+    )
+
+
+def _finished(out: Any, sums: Any, dtype: torch.dtype, is_masked: bool) -> tuple[Tensor, Tensor]:
+    if is_masked:  # as the kernel has it for a row that sees no key
+        sums = sums.masked_fill(sums == -math.inf, 0.0)
+    return out.to(dtype), sums
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """The devices along the axes that split the sequence, each with a piece of it.
+
+    Attributes:
+        axes: The axes.
+        count: The number of devices.
+        queries: The range of the queries of each device, in the order of the ring.
+        keys: The range of the keys.
+        size: The number of keys.
+        is_causal: As the kernel takes it.
+        scale: As the kernel takes it.
+    """
+
+    axes: frozenset[int]
+    count: int
+    queries: tuple[tuple[int, int], ...]
+    keys: tuple[tuple[int, int], ...]
+    size: int
+    is_causal: bool
+    scale: float | None
+
+    @property
+    def length(self) -> int:
+        """How long the pieces of the keys are that travel."""
+        return max(length for _, length in self.keys)
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """What `attend_block` is told of the ring."""
+        flat = [[n for piece in pieces for n in piece] for pieces in (self.queries, self.keys)]
+        return self.is_causal, self.scale, *flat
+
+    def start(self, x: Any) -> Any:
+        """Returns keys or values in pieces of equal length, the short ones filled up."""
+        if all(length == self.length for _, length in self.keys):
+            return x
+        moved = ((i * self.length, start, length) for i, (start, length) in enumerate(self.keys))
+        movement = Movement(2, tuple(Segment(*s) for s in moved if s[2]), 0.0)
+        return permuted(x, movement, self.count * self.length)
+
+    def passed_on(self, x: Tensor) -> Any:
+        """Returns every piece at the next device of the ring."""
+        return x.roll(self.length, 2)
+
+    def end(self, x: Any) -> Any:
+        """Returns pieces of equal length as they were, without what filled them up."""
+        if self.count * self.length == self.size:
+            return x
+        moved = ((start, i * self.length, length) for i, (start, length) in enumerate(self.keys))
+        return permuted(x, Movement(2, tuple(Segment(*s) for s in moved if s[2])), self.size)
+
+
+def _ring_of(query: Any, key: Any, is_causal: bool, scale: float | None) -> _Ring:
+    axes = _split_axes(key)
+    return _Ring(
+        axes=frozenset(axes),
+        count=_num_pieces(key, axes),
+        queries=_pieces(query, axes),
+        keys=_pieces(key, axes),
+        size=key.shape[2],
+        is_causal=is_causal,
+        scale=scale,
+    )
+
+
+def _pieces(x: Any, axes: set[int]) -> tuple[tuple[int, int], ...]:
+    """The range of dim 2 that each device of a ring has, in its order."""
+    found = {}
+    for coordinate, box in zip(x.device_mesh.coordinates(), x._spec.boxes, strict=True):
+        start, stop = box[2]
+        found[tuple(coordinate[a] for a in sorted(axes))] = (start, stop - start)
+    return tuple(found[c] for c in sorted(found))
+
+
+def _four_dims(mask: Any) -> Any:
+    return None if mask is None else mask.view(*(1,) * (4 - mask.ndim), *mask.shape)
+
+
+# -- heads -------------------------------------------------------------------------------------
+
+
+def _ulysses_axes(query: Any, key: Any, axes: set[int]) -> set[int]:
+    """The axes over which sequence and heads are exchanged."""
+    names = query.device_mesh.mesh_dim_names or (None,) * query.device_mesh.ndim
+    chosen: set[int] = set()
+    for axis in sorted(axes):
+        heads = _head_axes(query) | chosen | {axis}
+        if names[axis] == _RING or not _heads_divide(query, key, heads):
+            continue
+        if names[axis] in _ULYSSES or _exchange_is_cheaper(query, key, axis, axes):
+            chosen.add(axis)
+    return chosen
+
+
+def _heads_divide(query: Any, key: Any, axes: set[int]) -> bool:
+    """Whether the heads can be split over more axes: evenly, or at least with none left empty."""
+    heads, pieces = query.shape[1], _num_pieces(query, axes)
+    if heads == key.shape[1]:
+        return -(-heads // pieces) * (pieces - 1) < heads
+    return heads % pieces == 0
+
+
+def _exchange_is_cheaper(query: Any, key: Any, axis: int, axes: set[int]) -> bool:
+    """Whether an exchange over an axis moves fewer bytes than the ring of all axes."""
+    count = query.device_mesh.shape[axis]
+    exchanged = 2 * query.shape[1] * query.shape[2] + 2 * key.shape[1] * key.shape[2]
+    passed_on = 2 * key.shape[1] * key.shape[2] * count
+    return exchanged <= passed_on
+
+
+def _head_axes(x: Any) -> set[int]:
+    return {a for a, p in enumerate(x.placements) if p.is_shard(1)}
+
+
+def _with_heads_alike(
+    query: Any, key: Any, value: Any, axes: Collection[int] = ()
+) -> tuple[Any, Any, Any]:
+    """Returns all three with their heads split over the same axes.
+
+    Keys and values of which each serves several queries are repeated until they can be split.
+
+    Args:
+        query: Queries [B, H, L, E].
+        key: Keys [B, K, S, E].
+        value: Values, of the same shape.
+        axes: More axes that are to split the heads later.
+    """
+    chosen: set[int] = set()
+    for axis in sorted(_head_axes(query) | _head_axes(key)):
+        free = query.placements[axis].is_shard(1) or query.placements[axis].is_replicate()
+        if free and _heads_divide(query, key, {*chosen, axis, *axes}):
+            chosen.add(axis)
+    pieces, num_heads, num_keys = _num_pieces(query, {*chosen, *axes}), query.shape[1], key.shape[1]
+    repeats = 1
+    if num_heads != num_keys and num_keys % pieces:
+        repeats = math.lcm(num_keys, pieces) // num_keys
+        repeats = repeats if num_heads % (num_keys * repeats) == 0 else num_heads // num_keys
+
+    def alike(x: Any) -> Any:
+        kept = [Replicate() if p.is_shard(1) else p for p in x.placements]
+        wanted = [Shard(1) if a in chosen else p for a, p in enumerate(kept)]
+        if repeats > 1 and x is not query:
+            x = x.redistribute(x.device_mesh, kept).repeat_interleave(repeats, 1)
+        return x.redistribute(x.device_mesh, wanted)
+
+    return alike(query), alike(key), alike(value)
+
+
+def _added_up(grad: Any, num_heads: int) -> Any:
+    """The gradient of heads from those of their repetitions."""
+    times = grad.shape[1] // num_heads
+    return grad if times == 1 else grad.unflatten(1, (num_heads, times)).sum(2)
