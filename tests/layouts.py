@@ -34,6 +34,7 @@ ONE_AXIS = 50
 
 PAIR = DeviceMesh("cpu", [0, 1])
 TRIPLE = DeviceMesh("cpu", [0, 1, 2])
+QUAD = DeviceMesh("cpu", [0, 1, 2, 3])
 SQUARE = DeviceMesh("cpu", [[0, 1], [2, 3]])
 OBLONG = DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]])
 MESHES = (PAIR, TRIPLE, SQUARE, OBLONG)

@@ -1,0 +1,117 @@
+"""What only moves ranges of a split dim: each device takes what it is to hold, and no more."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layouts import OBLONG, PAIR, QUAD, SQUARE, SUM, TRIPLE, R, S, sample, spread, values
+
+import dtorch
+from dtorch.errors import PlacementError
+from dtorch.program import Redistribute
+from dtorch.redistribution import Collective, Movement, Segment, permute
+from dtorch.spec import Spec
+
+CALLS = {
+    "from": lambda x: x[:, 1:],
+    "to": lambda x: x[:, :-1],
+    "within": lambda x: x[:, 2:-2],
+    "last": lambda x: x[:, -1:],
+    "nothing": lambda x: x[:, 2:2],
+    "narrow": lambda x: x.narrow_copy(1, 1, 2),
+    "roll": lambda x: x.roll(1, 1),
+    "roll_back": lambda x: x.roll(-3, 1),
+    "roll_both": lambda x: x.roll((1, 2), (0, 1)),
+    "roll_flat": lambda x: x.roll(2),
+    "pad": lambda x: F.pad(x, (0, 0, 2, 1), value=3.0),
+    "pad_less": lambda x: F.pad(x, (0, 0, -1, 4)),
+    "pad_both": lambda x: F.pad(x, (1, 1, 2, 2)),
+    "flip": lambda x: x.flip(1),
+    "flip_both": lambda x: x.flip((0, -2)),
+    "cat": lambda x: torch.cat([x, x[:, :2], x], 1),
+    "cat_more": lambda x: torch.cat([x[:, :1].double(), x], 1),
+    "join": lambda x: torch.cat([x, x], 1),
+    "shift": lambda x: x[:, 1:] * x[:, :-1],
+}
+LAYOUTS = [
+    (PAIR, [S(1)]),
+    (TRIPLE, [S(1)]),
+    (QUAD, [S(1)]),
+    (SQUARE, [S(1), S(1)]),
+    (SQUARE, [S(0), S(1)]),
+    (OBLONG, [S(1), SUM]),
+]
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("size", [9, 5, 3])
+def test_equals_torch(name, size):
+    call = CALLS[name]
+    x = values((4, size, 3))
+    expected = call(x)
+    for mesh, placements in sample(LAYOUTS, 4, len(name) + size):
+        given = spread(x, mesh, placements)
+        for found in (call(given), dtorch.jit(call)(given)):
+            torch.testing.assert_close(found.to_torch(), expected, rtol=1e-6, atol=1e-6)
+            assert found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_equal_torch(name):
+    x = values((4, 9, 3))
+
+    def loss(x):
+        result = CALLS[name](x)
+        return (result * torch.arange(result.numel()).view(result.shape).sin()).sum()
+
+    expected = torch.func.grad(loss)(x)
+    for mesh, placements in sample(LAYOUTS[:5], 3, len(name)):
+        found = dtorch.grad(loss)(spread(x, mesh, placements))
+        torch.testing.assert_close(found.to_torch(), expected, rtol=1e-6, atol=1e-6)
+        assert found.placements == placements
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("name", ["from", "roll", "pad", "flip", "cat", "last"])
+def test_other_dtypes(name, dtype):
+    x = values((4, 9, 3)).to(dtype)
+    found = CALLS[name](spread(x, TRIPLE, [S(1)]))
+    assert torch.equal(found.to_torch(), CALLS[name](x))
+
+
+def test_a_conjugate_view_keeps_its_value():
+    x = torch.complex(values((4, 9)), values((4, 9), seed=1))
+    found = spread(x, PAIR, [S(1)]).conj()[:, 1:]
+    assert torch.equal(found.to_torch(), x.conj()[:, 1:])
+
+
+@pytest.mark.parametrize("name", ["from", "to", "roll", "pad", "join", "flip", "shift"])
+def test_keeps_the_layout_and_moves_little(name):
+    x = torch.zeros(4, 64, 8)
+    given = spread(x, QUAD, [S(1)])
+    call = dtorch.jit(CALLS[name])
+    assert call(given).placements == [S(1)]
+    steps = [i.step for i in call.program(given).instructions if isinstance(i, Redistribute)]
+    assert {s.kind for s in steps} <= {Collective.PERMUTE, Collective.SLICE}
+    if name not in ("flip", "join"):
+        row = 4 * 8 * 4
+        assert max(s.num_bytes for s in steps) <= 2 * row
+
+
+def test_what_is_smaller_than_the_devices_is_whole():
+    last = spread(values((2, 8, 4)), QUAD, [S(1)])[:, -1:]
+    assert last.placements == [R]
+
+
+def test_strict_refuses_it():
+    x = spread(values((4, 8)), PAIR, [S(1)])
+    with dtorch.strict(), pytest.raises(PlacementError, match=r"slice.*cannot keep S\(1\)"):
+        x[:, 1:]
+
+
+def test_the_bytes_of_a_step_are_those_that_a_device_lacks():
+    spec = Spec.of((4, 8), torch.float32, QUAD, (S(1),))
+    rolled = permute(spec, Movement(1, (Segment(0, 7, 1), Segment(1, 0, 7))), spec)
+    assert (rolled.kind, rolled.num_bytes) == (Collective.PERMUTE, 4 * 4)
+    target = Spec.of((4, 7), torch.float32, QUAD, (S(1),))
+    cut = permute(spec, Movement(1, (Segment(0, 0, 7),)), target)
+    assert (cut.kind, cut.num_bytes) == (Collective.SLICE, 0)
