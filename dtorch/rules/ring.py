@@ -166,8 +166,9 @@ class _Step:
         step, is_causal = context.argument("step"), context.argument("is_causal")
         self.key_ranges = [keys[(i - step) % count] for i in self.places]
         assert self.places == [i % count for i in self.places], "not the layout of the ring"
+        filled_up = self.spec.shape[2] // count
         for i, shape in zip(self.places, self.spec.local_shapes, strict=True):
-            assert shape[2] == _length(queries[i]), "not the pieces of the ring"
+            assert shape[2] in (filled_up, _length(queries[i])), "not the pieces of the ring"
         self.blocks = [
             block(queries[i], k, is_causal)
             for i, k in zip(self.places, self.key_ranges, strict=True)

@@ -4,9 +4,11 @@ Where queries, keys and values are split over the sequence, the name of the mesh
 meet. *Ulysses* ("ulysses_cp") exchanges: each device gets the whole sequence for some of the heads
 and gives back its piece of the result. A *ring* ("ring_cp") passes the keys and values from device
 to device while each attends with its own queries to what it has, and merges the results by their
-log-sum-exp; no device ever holds all keys. Another axis takes what moves fewer bytes, and the ring
-where the heads do not divide. Several axes combine: those of the ring are one ring, within which
-the heads are exchanged.
+log-sum-exp; no device ever holds all keys. Under a causal mask the devices with the end of the
+sequence have the most to do; over an axis "zigzag_cp" the ring works on an order in which each
+device has a part of the beginning and one of the end, so that all finish together. An axis of any
+other name takes what moves fewer bytes, and the ring where the heads do not divide. Several axes
+combine: those of the ring are one ring, within which the heads are exchanged.
 
 Where only the keys are split (the cache of a decoder), each device attends to its own, and the
 results are merged.
@@ -32,7 +34,8 @@ from .registry import form
 
 aten = torch.ops.aten
 _ULYSSES = ("ulysses_cp", "ulysess_cp")
-_RING = "ring_cp"
+_ZIGZAG = "zigzag_cp"
+_RINGS = ("ring_cp", _ZIGZAG)
 
 
 def _split_axes(x: Any) -> set[int]:
@@ -81,6 +84,7 @@ def _attention(
         return tuple(_with(t, ulysses, Shard(2)) for t in results)
     ring = _ring_of(query, key, is_causal, scale)
     mask, keys, values = _four_dims(attn_mask), ring.start(key), ring.start(value)
+    query = ring.arranged(query)
     out: Any = None
     sums: Any = None
     for step in range(ring.count):
@@ -88,6 +92,7 @@ def _attention(
         if step + 1 < ring.count:  # what comes next is under way while this is computed
             keys, values = ring.passed_on(keys), ring.passed_on(values)
         out, sums = attend_block(query, *now, mask, out, sums, ring.count, step, *ring.options)
+    out, sums = ring.restored(out), ring.restored(sums)
     return _finished(out, sums, query.dtype, mask is not None)
 
 
@@ -125,6 +130,7 @@ def _attention_backward(
         return to_query, *(_added_up(t, heads) for t in to_keys)
     ring = _ring_of(query, key, is_causal, scale)
     mask, keys, values = _four_dims(attn_mask), ring.start(keys), ring.start(values)
+    grad, query, out, logsumexp = map(ring.arranged, (grad, query, out, logsumexp))
     to_query: Any = None
     to_key = to_value = None
     for step in range(ring.count):
@@ -136,7 +142,7 @@ def _attention_backward(
         # The gradients travel with what they belong to, and at last home.
         to_key, to_value = map(ring.passed_on, to_keys)
     to_keys = (_added_up(ring.end(t), heads) for t in (to_key, to_value))
-    return to_query.to(query.dtype), *(t.to(key.dtype) for t in to_keys)
+    return ring.restored(to_query).to(query.dtype), *(t.to(key.dtype) for t in to_keys)
 
 
 def _over_split_keys(
@@ -149,7 +155,7 @@ def _over_split_keys(
     mask, rows = _four_dims(mask), query.shape[2]
     if mask is not None and mask.shape[2] > 1:
         mask = _for_each_piece(mask, ring)
-    ring = dataclasses.replace(ring, queries=((0, rows),) * ring.count)
+    ring = dataclasses.replace(ring, queries=(((0, rows),),) * ring.count)
     operands = (_for_each_piece(query, ring), ring.start(key), ring.start(value), mask, None, None)
     out, sums = attend_block(*operands, ring.count, 0, *ring.options)
     out, sums = out.unflatten(2, (ring.count, rows)), sums.unflatten(2, (ring.count, rows))
@@ -177,79 +183,118 @@ def _finished(out: Any, sums: Any, dtype: torch.dtype, is_masked: bool) -> tuple
     return out.to(dtype), sums
 
 
+Piece = tuple[tuple[int, int], ...]
+"""The ranges of a sequence that one device has: where each starts and its length."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Ring:
     """The devices along the axes that split the sequence, each with a piece of it.
 
     Attributes:
         axes: The axes.
-        count: The number of devices.
-        queries: The range of the queries of each device, in the order of the ring.
-        keys: The range of the keys.
+        queries: The queries of each device, in the order of the ring.
+        keys: The keys of each device.
+        is_balanced: Whether each device has a part of the beginning and one of the end.
         size: The number of keys.
         is_causal: As the kernel takes it.
         scale: As the kernel takes it.
     """
 
     axes: frozenset[int]
-    count: int
-    queries: tuple[tuple[int, int], ...]
-    keys: tuple[tuple[int, int], ...]
+    queries: tuple[Piece, ...]
+    keys: tuple[Piece, ...]
+    is_balanced: bool
     size: int
     is_causal: bool
     scale: float | None
 
     @property
+    def count(self) -> int:
+        """The number of devices."""
+        return len(self.keys)
+
+    @property
     def length(self) -> int:
-        """How long the pieces of the keys are that travel."""
-        return max(length for _, length in self.keys)
+        """How long the pieces are that travel."""
+        return max(sum(length for _, length in piece) for piece in self.keys)
 
     @property
     def options(self) -> tuple[Any, ...]:
         """What `attend_block` is told of the ring."""
-        flat = [[n for piece in pieces for n in piece] for pieces in (self.queries, self.keys)]
+        flat = [
+            [n for piece in pieces for one in piece for n in one]
+            for pieces in (self.queries, self.keys)
+        ]
         return self.is_causal, self.scale, *flat
 
     def start(self, x: Any) -> Any:
-        """Returns keys or values in pieces of equal length, the short ones filled up."""
-        if all(length == self.length for _, length in self.keys):
+        """Returns keys or values as the pieces of the devices, the short ones filled up."""
+        if not self._is_moved:
             return x
-        moved = ((i * self.length, start, length) for i, (start, length) in enumerate(self.keys))
-        movement = Movement(2, tuple(Segment(*s) for s in moved if s[2]), 0.0)
-        return permuted(x, movement, self.count * self.length)
+        return permuted(x, Movement(2, self._segments(), 0.0), self.count * self.length)
 
     def passed_on(self, x: Tensor) -> Any:
         """Returns every piece at the next device of the ring."""
         return x.roll(self.length, 2)
 
     def end(self, x: Any) -> Any:
-        """Returns pieces of equal length as they were, without what filled them up."""
-        if self.count * self.length == self.size:
+        """Returns pieces as the sequence that they are of, without what filled them up."""
+        if not self._is_moved:
             return x
-        moved = ((start, i * self.length, length) for i, (start, length) in enumerate(self.keys))
-        return permuted(x, Movement(2, tuple(Segment(*s) for s in moved if s[2])), self.size)
+        back = sorted(Segment(s.source, s.target, s.length) for s in self._segments())
+        return permuted(x, Movement(2, tuple(back)), self.size)
+
+    def arranged(self, x: Any) -> Any:
+        """As `start`, for what belongs to the queries: they move only for the sake of balance."""
+        return self.start(x) if self.is_balanced else x
+
+    def restored(self, x: Any) -> Any:
+        """The inverse of `arranged`."""
+        return self.end(x) if self.is_balanced else x
+
+    @property
+    def _is_moved(self) -> bool:
+        return self.is_balanced or self.count * self.length != self.size
+
+    def _segments(self) -> tuple[Segment, ...]:
+        found = []
+        for number, piece in enumerate(self.keys):
+            at = number * self.length
+            for start, length in piece:
+                found += [Segment(at, start, length)] if length else []
+                at += length
+        return tuple(found)
 
 
 def _ring_of(query: Any, key: Any, is_causal: bool, scale: float | None) -> _Ring:
-    axes = _split_axes(key)
-    return _Ring(
-        axes=frozenset(axes),
-        count=_num_pieces(key, axes),
-        queries=_pieces(query, axes),
-        keys=_pieces(key, axes),
-        size=key.shape[2],
-        is_causal=is_causal,
-        scale=scale,
-    )
+    axes, size = _split_axes(key), key.shape[2]
+    names = key.device_mesh.mesh_dim_names or ()
+    is_balanced = any(names[a] == _ZIGZAG for a in axes if names)
+    is_balanced = is_balanced and is_causal and query.shape[2] == size
+    pieces = _balanced(size, _num_pieces(key, axes)) if is_balanced else _pieces(key, axes)
+    queries = pieces if is_balanced else _pieces(query, axes)
+    return _Ring(frozenset(axes), queries, pieces, is_balanced, size, is_causal, scale)
 
 
-def _pieces(x: Any, axes: set[int]) -> tuple[tuple[int, int], ...]:
+def _pieces(x: Any, axes: set[int]) -> tuple[Piece, ...]:
     """The range of dim 2 that each device of a ring has, in its order."""
     found = {}
     for coordinate, box in zip(x.device_mesh.coordinates(), x._spec.boxes, strict=True):
         start, stop = box[2]
-        found[tuple(coordinate[a] for a in sorted(axes))] = (start, stop - start)
+        found[tuple(coordinate[a] for a in sorted(axes))] = ((start, stop - start),)
     return tuple(found[c] for c in sorted(found))
+
+
+def _balanced(size: int, count: int) -> tuple[Piece, ...]:
+    """The i-th and the i-th last of twice as many ranges as there are devices, for each."""
+    half = -(-size // (2 * count))
+
+    def part(number: int) -> tuple[int, int]:
+        start = min(number * half, size)
+        return start, min(half, size - start)
+
+    return tuple((part(i), part(2 * count - 1 - i)) for i in range(count))
 
 
 def _four_dims(mask: Any) -> Any:
@@ -265,7 +310,7 @@ def _ulysses_axes(query: Any, key: Any, axes: set[int]) -> set[int]:
     chosen: set[int] = set()
     for axis in sorted(axes):
         heads = _head_axes(query) | chosen | {axis}
-        if names[axis] == _RING or not _heads_divide(query, key, heads):
+        if names[axis] in _RINGS or not _heads_divide(query, key, heads):
             continue
         if names[axis] in _ULYSSES or _exchange_is_cheaper(query, key, axis, axes):
             chosen.add(axis)

@@ -1,0 +1,244 @@
+"""Attention over a split sequence: equal to PyTorch's whole attention, and nothing is gathered."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layouts import R, S, sampled, spread, values
+
+import dtorch
+from dtorch import DeviceMesh, init_device_mesh
+from dtorch.program import Apply, Redistribute
+from dtorch.redistribution import Collective
+from dtorch.rules.ring import Block, block
+from dtorch.sharded_forms.attention import _balanced
+
+AXES = ("ring_cp", "ulysses_cp", "ulysess_cp", "zigzag_cp", "cp")
+
+
+def _grids() -> list[tuple[DeviceMesh, list[Any]]]:
+    lines = [(init_device_mesh("cpu", (n,), mesh_dim_names=(a,)), [S(2)])
+             for n in (1, 2, 3, 4, 8) for a in AXES]  # fmt: skip
+    squares = [
+        (("ring_cp", "ulysses_cp"), [S(2), S(2)]),
+        (("ulysses_cp", "ring_cp"), [S(2), S(2)]),
+        (("ulysses_cp", "zigzag_cp"), [S(2), S(2)]),
+        (("dp", "ring_cp"), [S(0), S(2)]),
+        (("dp", "zigzag_cp"), [S(0), S(2)]),
+        (("tp", "ring_cp"), [S(1), S(2)]),
+        (("ulysses_cp", "tp"), [S(2), S(1)]),
+        (("a", "b"), [S(2), S(2)]),
+    ]
+    grids = [(init_device_mesh("cpu", (2, 2), mesh_dim_names=n), p) for n, p in squares]
+    names = ("dp", "ring_cp", "ulysses_cp")
+    return [*lines, *grids, (init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names),
+                             [S(0), S(2), S(2)])]  # fmt: skip
+
+
+GRIDS = _grids()
+MASKS = ("none", "none", "causal", "causal", "bool", "float", "rows", "unseeing")
+
+
+def _mask(kind, shape, seed):
+    batch, heads, rows, keys = shape
+    made = torch.Generator().manual_seed(seed)
+    match kind:
+        case "bool":
+            return torch.rand(rows, keys, generator=made) > 0.4
+        case "float":
+            return torch.randn(batch, 1, rows, keys, generator=made)
+        case "rows":
+            return torch.rand(batch, heads, 1, keys, generator=made) > 0.3
+        case "unseeing":
+            seen = torch.rand(rows, keys, generator=made) > 0.6
+            return torch.where(seen, 0.0, -torch.inf).index_fill(0, torch.tensor([0]), -torch.inf)
+    return None
+
+
+@pytest.mark.parametrize("seed", range(sampled(60)))
+def test_equals_torch_forward_and_backward(seed):
+    draw = random.Random(seed)
+    mesh, split = draw.choice(GRIDS)
+    kind, keys = draw.choice(MASKS), draw.choice([1, 2, 3, 4])
+    heads, length = keys * draw.choice([1, 1, 2, 4]), draw.choice([1, 2, 5, 7, 8, 16, 33])
+    num_keys = draw.choice([length, length, length, 1, 3, 17])
+    batch, whole = draw.choice([1, 2, 3]), [R] * mesh.ndim
+    shapes = [(batch, heads, length, 8), *[(batch, keys, num_keys, 8)] * 2]
+    made = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(s, generator=made) for s in shapes]
+    mask = _mask(kind, (batch, heads, length, num_keys), seed)
+    layouts = [draw.choice([split, split, split, whole]), *[draw.choice([split] * 3 + [whole])] * 2]
+
+    def call(q, k, v, mask=None):
+        options = {"is_causal": kind == "causal", "enable_gqa": heads > keys}
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+
+    wanted = [t.clone().requires_grad_() for t in inputs]
+    given = [spread(t, mesh, p).requires_grad_() for t, p in zip(inputs, layouts, strict=True)]
+    masks = () if mask is None else (spread(mask, mesh, whole),)
+    expected, found = call(*wanted, mask), call(*given, *masks)
+    compiled = dtorch.jit(call)(*(t.detach() for t in given), *masks)
+    for ours in (found.detach(), compiled):
+        torch.testing.assert_close(ours.to_torch(), expected.detach(), rtol=2e-5, atol=2e-5)
+    cotangent = values(expected.shape)
+    grads = torch.autograd.grad(expected, wanted, cotangent)
+    ours = torch.autograd.grad(found, given, spread(cotangent, mesh, whole))
+    for our, grad in zip(ours, grads, strict=True):
+        torch.testing.assert_close(our.to_torch(), grad, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("axis", ["ring_cp", "ulysses_cp", "zigzag_cp"])
+@pytest.mark.parametrize("length", [4097, 1031])
+def test_long_uneven_sequences(axis, length):
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=(axis,))
+    q, k, v = torch.randn(3, 1, 4, length, 8).unbind()
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    given = [spread(t, mesh, [S(2)]) for t in (q, k, v)]
+    found = F.scaled_dot_product_attention(*given, is_causal=True)
+    torch.testing.assert_close(found.to_torch(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_half_precision_is_merged_in_float32():
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("ring_cp",))
+    q, k, v = torch.randn(3, 1, 2, 64, 8).bfloat16().unbind()
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    found = F.scaled_dot_product_attention(*(spread(t, mesh, [S(2)]) for t in (q, k, v)))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.to_torch().double(), exact, rtol=1e-2, atol=1e-2)
+
+
+# -- what is communicated --------------------------------------------------------------------
+
+
+def _program(axis, length=64, heads=8, keys=8, **options):
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=(axis,))
+    given = [spread(torch.zeros(1, n, length, 4), mesh, [S(2)]) for n in (heads, keys, keys)]
+    call = dtorch.jit(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options))
+    return call.program(*given)
+
+
+def _kinds(program):
+    steps = [i.step for i in program.instructions if isinstance(i, Redistribute)]
+    return [s.kind for s in steps]
+
+
+@pytest.mark.parametrize("axis", ["ring_cp", "zigzag_cp"])
+def test_a_ring_passes_keys_on_and_no_device_holds_all(axis):
+    program = _program(axis, length=16384)
+    assert _kinds(program) == [Collective.PERMUTE] * 6
+    everything = 16384 * 8 * 4
+    for spec in program.specs:
+        assert max(map(torch.Size.numel, map(torch.Size, spec.local_shapes))) <= everything // 4
+
+
+def test_the_next_keys_are_asked_for_before_these_are_attended_to():
+    program = _program("ring_cp")
+    order = [
+        "pass" if isinstance(i, Redistribute) else "attend"
+        for i in program.instructions
+        if isinstance(i, Redistribute) or i.op.name() == "dtorch::attend_block"
+    ]
+    assert order == ["pass", "pass", "attend"] * 3 + ["attend"]
+
+
+def test_a_causal_ring_balances():
+    moved = _program("zigzag_cp", is_causal=True)
+    assert set(_kinds(moved)) == {Collective.PERMUTE}
+    work = {}
+    orders = {"zigzag": _balanced(64, 4), "contiguous": [((i * 16, 16),) for i in range(4)]}
+    for order, pieces in orders.items():
+        work[order] = [
+            [_area(block(pieces[i], pieces[(i - s) % 4], True)) for i in range(4)] for s in range(4)
+        ]
+    assert all(len(set(step)) == 1 for step in work["zigzag"])
+    assert max(map(sum, zip(*work["contiguous"], strict=True))) == 16 * 16 // 2 + 3 * 16 * 16
+
+
+def _area(one):
+    if one is None:
+        return 0
+    area = one.queries[1] * one.keys[1]
+    return area if one.diagonal is None else area // 2
+
+
+def test_ulysses_exchanges_heads():
+    assert _kinds(_program("ulysses_cp")) == [Collective.ALL_TO_ALL] * 4
+
+
+def test_another_axis_takes_what_is_cheaper():
+    assert Collective.PERMUTE in _kinds(_program("cp", heads=8, keys=1, enable_gqa=True))
+    assert Collective.ALL_TO_ALL in _kinds(_program("cp", heads=8, keys=8))
+    assert Collective.PERMUTE in _kinds(_program("cp", heads=3, keys=3))  # heads do not divide
+
+
+def test_a_replicated_prefix_joins_a_split_sequence():
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ring_cp",))
+    text, image = torch.randn(3, 1, 4, 33, 8), torch.randn(3, 1, 4, 101, 8)
+
+    def joint(text, image):
+        q, k, v = torch.cat([text, image], 3).unbind()
+        return F.scaled_dot_product_attention(q, k, v)[:, :, 33:]
+
+    given = spread(text, mesh, [R]), spread(image, mesh, [S(3)])
+    found = dtorch.jit(joint)
+    torch.testing.assert_close(found(*given).to_torch(), joint(text, image), rtol=2e-5, atol=2e-5)
+    assert found(*given).placements == [S(2)]
+    assert set(_kinds(found.program(*given))) <= {Collective.PERMUTE, Collective.SLICE}
+
+
+def test_queries_alone_split_need_nothing():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring_cp",))
+    given = [spread(torch.zeros(1, 2, n, 4), mesh, [p]) for n, p in ((8, S(2)), (5, R), (5, R))]
+    assert not dtorch.jit(F.scaled_dot_product_attention).program(*given).communication()
+
+
+def test_keys_alone_split_are_attended_to_where_they_are():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ring_cp"))
+    query = spread(torch.zeros(1, 8, 1, 4), mesh, [S(1), R])
+    keys = spread(torch.zeros(1, 2, 64, 4), mesh, [S(1), S(2)])
+
+    def call(query, keys):
+        return F.scaled_dot_product_attention(query, keys, keys, enable_gqa=True)
+
+    program = dtorch.jit(call).program(query, keys)
+    assert max(c.step.num_bytes for c in program.communication()) <= 8 * 4 * 4
+    assert any(isinstance(i, Apply) and "attend_block" in str(i.op) for i in program.instructions)
+
+
+# -- the plan of a step ----------------------------------------------------------------------
+
+
+def test_blocks_of_contiguous_pieces():
+    def piece(number):
+        return ((number * 4, 4),)
+
+    assert block(piece(1), piece(0), False) == Block((0, 4), (0, 4), None)
+    assert block(piece(1), piece(0), True) == Block((0, 4), (0, 4), None)
+    assert block(piece(1), piece(1), True) == Block((0, 4), (0, 4), 0)
+    assert block(piece(0), piece(1), True) is None
+    assert block(((4, 2),), ((5, 3),), True) == Block((0, 2), (0, 3), -1)
+    assert block(((4, 2),), ((3, 3),), True) == Block((0, 2), (0, 3), 1)
+    assert block(((0, 0),), piece(0), False) is None
+    assert block(piece(0), ((8, 0),), False) is None
+
+
+@pytest.mark.parametrize("size", [16, 13, 5, 1])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_blocks_of_balanced_pieces_see_what_a_causal_mask_leaves(size, count):
+    pieces = _balanced(size, count)
+    seen = torch.zeros(size, size, dtype=torch.bool)
+    for queries in pieces:
+        for keys in pieces:
+            found = block(queries, keys, True)
+            if found is None:
+                continue
+            rows = [r for start, length in queries for r in range(start, start + length)]
+            columns = [c for start, length in keys for c in range(start, start + length)]
+            (row, num_rows), (column, num_columns), diagonal = found
+            for i, r in enumerate(rows[row : row + num_rows]):
+                for j, c in enumerate(columns[column : column + num_columns]):
+                    assert not seen[r, c]
+                    seen[r, c] = diagonal is None or j <= i + diagonal
+    assert torch.equal(seen, torch.ones(size, size).tril().bool())
