@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from .custom_ops import checked
-from .decision import Decision, decide, legal_placements, tensor_names
+from .decision import Decision, decide, flattened, legal_placements, tensor_names
 from .errors import MeshError
-from .infer import Question, argument_names, question
+from .infer import Question, answer, argument_names, question
 from .mesh import DeviceMesh
 from .placement import Placements, Replicate
 from .program import (
@@ -37,7 +37,7 @@ from .program import (
     needed,
     refs,
 )
-from .redistribution import Movement, Step, permute, plan
+from .redistribution import Collective, Movement, Step, permute, plan
 from .spec import Spec
 from .strictness import is_strict, refuse_communication
 
@@ -115,6 +115,22 @@ class Builder:
             target: The spec of the result, which is split as the value is.
         """
         return self._add_step(value, permute(self.specs[value], movement, target))
+
+    def with_stride(self, value: int, stride: tuple[int, ...]) -> int:
+        """Returns the number of a value that PyTorch would give other strides on one device."""
+        spec = self.specs[value]
+        if spec.stride == stride:
+            return value
+        options = (spec.mesh, spec.placements, stride, spec.conj, spec.neg)
+        target = Spec.of(spec.shape, spec.dtype, *options)
+        return self._add_step(value, Step(Collective.RELABEL, (), spec, target, 0))
+
+    def results(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        """Returns the results of an operation, each tensor as a `Meta`, without recording it."""
+        asked = question(op, tuple(args), _ordered(op, kwargs), self.specs, self.scalar_values)
+        return flattened(answer(asked))
 
     def _add_step(self, value: int, step: Step) -> int:
         key = (value, step)

@@ -350,7 +350,9 @@ class Tracer:
             with self._mode, self.factories(self.builder.specs[operand.id].mesh, None):
                 results = form(*args, **kwargs)
             if results is not NotImplemented:
-                return [self._number(r) for r in flattened(_as_list(results))]
+                metas = self.builder.results(op, lowered, named)
+                found = zip(flattened(_as_list(results)), metas, strict=True)
+                return [self._number(result, meta) for result, meta in found]
         if not functionalization.takes_device(op):
             return self.builder.apply(op, lowered, named, self.mesh)
         has_operands = bool(refs((lowered, tuple(named.values()))))
@@ -375,8 +377,11 @@ class Tracer:
         target = Spec.of(shape, spec.dtype, spec.mesh, spec.placements)
         return self.wrap(self.builder.permute(value, movement, target))
 
-    def _number(self, result: torch.Tensor | None) -> int | None:
-        return None if result is None else self.read(self.lift(result))
+    def _number(self, result: torch.Tensor | None, meta: Any) -> int | None:
+        """The number of what a sharded form gives, which has the strides of the operation's."""
+        if result is None:
+            return None
+        return self.builder.with_stride(self.read(self.lift(result)), meta.stride)
 
     def _fitting(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
