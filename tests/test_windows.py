@@ -114,12 +114,3 @@ def test_batch_and_rows_split_exchange_only_halos():
     assert {s.kind for s in steps} <= {Collective.PERMUTE, Collective.SLICE}
     assert max(s.num_bytes for s in steps) <= 4 * 16 * 4  # one row of one image
     assert program.specs[program.outputs[0]].placements == (S(0), S(2))
-
-
-def test_strides_are_those_of_torch():
-    x = values((2, 4, 12, 8)).to(memory_format=torch.channels_last)
-    weight = values((6, 4, 3, 3), seed=1)
-    expected = F.conv2d(x, weight, padding=1)
-    found = F.conv2d(spread(x, PAIR, [S(2)]), spread(weight, PAIR, [R]), padding=1)
-    assert found.stride() == expected.stride()
-    assert found.placements == [S(2)]

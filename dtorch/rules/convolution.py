@@ -1,7 +1,8 @@
 """Convolution: over the batch, the input channels (a partial sum) and the output channels.
 
 A grouped convolution keeps its channels together by whole groups, so each device has some of the
-groups. The spatial dims must be whole.
+groups. The kernel needs the spatial dims whole; where they are split, `sharded_forms.windows`
+exchanges halos.
 """
 
 from __future__ import annotations

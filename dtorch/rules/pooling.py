@@ -1,4 +1,7 @@
-"""Pooling, resampling and padding: the trailing spatial dims must be whole.
+"""Pooling, resampling, padding and rolling: the kernels need the trailing spatial dims whole.
+
+Where they are split, `sharded_forms.windows` pools and resamples with an exchange of halos. One
+dim that is padded or rolled moves as ranges.
 
 Batch and channel dims pass. PyTorch's kernels refuse a tensor without channels, so no piece may
 be empty.

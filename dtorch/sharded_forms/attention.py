@@ -172,9 +172,9 @@ def _over_split_keys(
 def _for_each_piece(x: Any, ring: _Ring) -> Any:
     """Returns the rows of dim 2 once on each device of the ring, as one dim that is split."""
     shape = (*x.shape[:2], ring.count, *x.shape[2:])
-    return _with(x.unsqueeze(2).expand(shape), ring.axes, Shard(2)).reshape(
-        *x.shape[:2], ring.count * x.shape[2], x.shape[3]
-    )
+    repeated = _with(x.unsqueeze(2).expand(shape), ring.axes, Shard(2))
+    flat = [*x.shape[:2], ring.count * x.shape[2], x.shape[3]]
+    return aten._reshape_copy.default(repeated, flat)  # which copies nothing on a device
 
 
 def _finished(out: Any, sums: Any, dtype: torch.dtype, is_masked: bool) -> tuple[Tensor, Tensor]:

@@ -131,7 +131,8 @@ def _with_whole(x: Any, channel: int) -> Any:
 
 def _merged(x: Tensor, dim: int) -> Tensor:
     """Two dims as one; on the devices, where the first has one index, that copies nothing."""
-    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+    merged = x.shape[dim] * x.shape[dim + 1]
+    return aten._reshape_copy.default(x, [*x.shape[:dim], merged, *x.shape[dim + 2 :]])
 
 
 def _to_channels(x: Tensor, dim: int, channel: int) -> Tensor:
