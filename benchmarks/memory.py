@@ -24,6 +24,7 @@ TARGETS = {
     "sd3": 1.0,
 }
 RIVAL = "PyTorch"
+GATHERED = "keys gathered"
 
 
 def cases(options: Options) -> Iterator[Case]:
@@ -35,6 +36,16 @@ def cases(options: Options) -> Iterator[Case]:
         for title, kind, bound in (("live tensors", "live", targets), ("resident", "resident", {})):
             measure, rivals = ours.measure(kind), {RIVAL: theirs.measure(kind)}
             yield Case(f"{title}, {subject}", measure, rivals, bound, unit="B", warm_ups=0)
+    if not options.quick:
+        yield ring(options)
+
+
+def ring(options: Options) -> Case:
+    """Attention over 16,384 tokens on 8 devices, beside the same with all keys on each."""
+    ours, gathered = (Peaks(s, "dtorch", options) for s in ("ring", "ring, gathered"))
+    rivals = {GATHERED: gathered.measure("live")}
+    title = "live tensors, ring of 8 devices"
+    return Case(title, ours.measure("live"), rivals, {GATHERED: 0.5}, unit="B", warm_ups=0)
 
 
 class Peaks:

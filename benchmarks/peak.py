@@ -18,6 +18,7 @@ import torch
 
 MARK = "--- from here ---"
 CHAIN_SHAPE = (2048, 2048)
+RING_SHAPE = (16384, 32)
 Call = Callable[[], Any]
 
 
@@ -90,9 +91,35 @@ def model_call(
     return call
 
 
+def ring_call(*, gathers: bool) -> Call:
+    """Returns attention over a sequence split over 8 devices: a ring, or keys on every device."""
+    import dtorch
+    from dtorch import Replicate, Shard
+
+    mesh = dtorch.init_device_mesh("cpu", (8,), mesh_dim_names=("ring_cp",))
+    qkv = torch.randn(3, 1, 1, *RING_SHAPE).unbind()
+    placed = [dtorch.tensor(x, device_mesh=mesh, placements=[Shard(2)]) for x in qkv]
+
+    @dtorch.jit
+    def attend(*qkv: torch.Tensor) -> torch.Tensor:
+        q, k, v = qkv
+        if gathers:
+            k, v = (x.redistribute(placements=[Replicate()]) for x in (k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    def call() -> torch.Tensor:
+        result = attend(*placed)
+        dtorch.synchronize()
+        return result
+
+    return call
+
+
 def subject_call(subject: str, library: str) -> Call:
     if subject.startswith("chain"):
         return chain_call(library, jitted=subject.endswith("jit"))
+    if subject.startswith("ring"):
+        return ring_call(gathers=subject.endswith("gathered"))
     fetch = subject.endswith("fetched")
     if subject.startswith("llama"):
         from .models import llama
