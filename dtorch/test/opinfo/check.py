@@ -17,7 +17,7 @@ from ...placement import Replicate, complete
 from ...program import Program
 from ...tensor import Tensor
 from ...tree import flatten
-from .compare import Expected, InexactError, WrongError, compare
+from .compare import Expected, FarError, InexactError, WrongError, compare, largest_size
 from .entries import Call
 from .layouts import Layout, splits_inner_dim
 
@@ -140,13 +140,38 @@ def check_backward(
     def attempt(function: Callable[..., Any]) -> None:
         tensors = _leaves_of_graph(call, layout.spread(call.tensors))
         grads = gradients(call, function, tensors)
-        compare(grads, layout, expected)
+        try:
+            compare(grads, layout, expected)
+        except FarError:
+            if not _is_nearer(call, grads, expected):
+                raise
         sources = [t for t in tensors if t.requires_grad] * 2
         for grad, source in zip(grads, sources, strict=True):
             _check_layout(grad, source)
 
     outcome = _worst(modes, lambda: attempt(call), lambda: attempt(jitted))
     return _measured(outcome, program, layout, call.tensors)
+
+
+def _is_nearer(call: Call, grads: Sequence[Any], expected: Expected) -> bool:
+    """Whether gradients are as near to those in double precision as PyTorch's are, or nearer.
+
+    Where a small change of the input changes the result more than the tolerance, two kernels that
+    round differently, such as on another number of threads, differ by more than it.
+    """
+    if any(t.dtype != torch.float32 for t in call.tensors if t.requires_grad):
+        return False
+    doubles = [t.double() if t.is_floating_point() else t for t in call.tensors]
+    try:
+        exact = gradients(call, call, _leaves_of_graph(call, doubles))
+    except (RuntimeError, NotImplementedError):  # there is no such kernel
+        return False
+    for grad, theirs, true in zip(grads, expected.leaves, exact, strict=True):
+        if isinstance(grad, Tensor):
+            distances = [largest_size(t.double() - true) for t in (grad.to_torch(), theirs)]
+            if distances[0] > distances[1]:
+                return False
+    return True
 
 
 def _check_layout(grad: Any, source: Tensor) -> None:
@@ -187,7 +212,9 @@ def gradients(call: Call, function: Callable[..., Any], tensors: Sequence[Any]) 
 
 
 def _cotangent(out: torch.Tensor, made: torch.Generator) -> torch.Tensor:
-    return _like(out, torch.randn(out.shape, dtype=out.dtype, generator=made))
+    # In double precision the same numbers as in single.
+    dtype = torch.float32 if out.dtype == torch.float64 else out.dtype
+    return _like(out, torch.randn(out.shape, dtype=dtype, generator=made).to(out.dtype))
 
 
 def _expanded(out: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,10 @@ class WrongError(AssertionError):
     """A value is not PyTorch's."""
 
 
+class FarError(WrongError):
+    """A value is further from PyTorch's than the tolerance; all else about it is right."""
+
+
 class InexactError(AssertionError):
     """A value on one device is PyTorch's within the tolerance, but not bit for bit."""
 
@@ -78,6 +82,7 @@ def compare(found: list[Any], layout: Layout, expected: Expected) -> None:
         expected: What they shall be.
 
     Raises:
+        FarError: They are further from it than the tolerance.
         WrongError: They are something else.
         InexactError: They are only close, on one device.
     """
@@ -118,7 +123,10 @@ def _compare_tensor(
     for replica, first in _replicas(result, shards):
         _assert_close(replica, first, Tolerance(0, 0), "replicas differ: ")
     found = result.detach().to_torch()
-    _assert_close(found, value, expected.tolerance)
+    try:
+        _assert_close(found, value, expected.tolerance)
+    except WrongError as error:
+        raise FarError(str(error)) from None
     if len(layout.mesh.devices) == 1 and expected.is_exact:
         try:
             _assert_close(found, value, Tolerance(0, 0))
