@@ -14,7 +14,7 @@ import numpy
 import torch
 
 from .errors import TraceError
-from .mesh import DeviceMesh
+from .mesh import DeviceMesh, in_stage_order
 from .parts import dense_stride
 from .placement import Replicate
 from .spec import Spec
@@ -119,11 +119,15 @@ def exact(value: Any) -> Hashable:
 
 
 def mesh_of(leaves: list[Any]) -> DeviceMesh:
-    """Returns the mesh of the first distributed tensor, or the default one."""
-    for leaf in leaves:
-        if type(leaf) is Tensor:
-            return leaf._spec.mesh
-    return default_mesh()
+    """Returns the mesh of the first distributed tensor, or the default one.
+
+    Of stages it is the earliest, so that what is made there need not draw the rest to a later one.
+    """
+    meshes = [leaf._spec.mesh for leaf in leaves if type(leaf) is Tensor]
+    if not meshes:
+        return default_mesh()
+    stages = None if meshes[0].stage is None else in_stage_order(meshes)
+    return stages[0] if stages else meshes[0]
 
 
 def _torch_key(tensor: torch.Tensor, mesh: DeviceMesh) -> Hashable:

@@ -28,8 +28,9 @@ from .recording import compile_call
 from .runtime import NATIVE, check_not_on_worker, timeline
 from .runtime.timeline import Doing
 from .spec import Spec
+from .stages import moved, on_latest_stage
 from .storages import STORAGE_FUNCTIONS, follow, in_its_storage, put_back
-from .strictness import strictly
+from .strictness import is_strict, strictly
 from .symbolic import SymbolicTensor
 from .tensor import (
     EntryPoints,
@@ -156,6 +157,8 @@ def _with_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     mesh = mesh_of(leaves)
     leaves = [as_distributed(leaf, mesh) for leaf in leaves]
     args, kwargs = unflatten(treespec, leaves)
+    if mesh.stage is not None and not is_strict():
+        args, kwargs = on_latest_stage(func, args, kwargs, moved)
     substitute = gradients.SUBSTITUTES.get(func)
     with torch._C.DisableTorchFunctionSubclass(), replaying_views():
         if substitute is not None:

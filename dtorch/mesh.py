@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy
@@ -257,6 +257,21 @@ def init_device_mesh(
     if any(not isinstance(n, int) or n < 1 for n in shape):
         raise MeshError(f"mesh_shape={mesh_shape!r}: every axis needs at least one device.")
     return DeviceMesh(device_type, numpy.arange(math.prod(shape)).reshape(shape), mesh_dim_names)
+
+
+def in_stage_order(meshes: Iterable[DeviceMesh]) -> list[DeviceMesh] | None:
+    """Returns the distinct meshes in their order as stages, or None if they are of several calls.
+
+    Args:
+        meshes: Any meshes; one alone need not be a stage.
+    """
+    distinct = list(dict.fromkeys(meshes))
+    if len(distinct) < 2:
+        return distinct
+    stages = [m.stage for m in distinct if m.stage is not None]
+    if len(stages) < len(distinct) or len({(s.parent, s.axes) for s in stages}) > 1:
+        return None
+    return sorted(distinct, key=lambda m: m.stage.index if m.stage else 0)
 
 
 def _rebuild(

@@ -40,6 +40,7 @@ from .scalars import Expression, concrete, node_of
 from .sharded_forms import sharded_form
 from .source import user_line
 from .spec import Spec
+from .stages import moved, on_latest_stage
 from .strictness import is_strict
 from .symbolic import Storage, SymbolicTensor, ViewStep
 from .tensor import Tensor, wrapper
@@ -101,6 +102,8 @@ class Tracer:
         self.constants: list[tuple[SymbolicTensor, int]] = []
         self.reformed: list[tuple[SymbolicTensor, Storage]] = []  # with what they were
         self.states: dict[torch.Generator | None, tuple[int, int]] = {}
+        self.has_stages = False  # whether a value lives on a stage of a pipeline
+        self._on_stages: dict[Any, tuple[Any, int, Tensor]] = {}
         self._lifted: dict[int, tuple[Any, SymbolicTensor]] = {}
         self._scalars: dict[Any, int] = {}
         self._wanted: Placements | None = None
@@ -156,6 +159,7 @@ class Tracer:
     ) -> SymbolicTensor:
         """Returns a symbolic tensor of a value: of its own storage, or a view of another."""
         spec = self.builder.specs[value]
+        self.has_stages = self.has_stages or spec.mesh.stage is not None
         result = wrapper(SymbolicTensor, spec, offset)
         result._tracer = self
         result._storage = Storage(value) if storage is None else storage
@@ -233,6 +237,28 @@ class Tracer:
             )
         (value,) = self.builder.apply(aten._to_copy.default, (Ref(value),), {"dtype": dtype})
         return value
+
+    def on_latest_stage(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of a torch function on the latest of their stages.
+
+        Where nothing is differentiated, the builder brings operands there.
+        """
+        if not self.with_autograd or not torch.is_grad_enabled() or is_strict():
+            return args, kwargs
+        return on_latest_stage(func, args, kwargs, self._moved_once)
+
+    def _moved_once(self, tensor: Tensor, mesh: DeviceMesh, placements: Placements) -> Tensor:
+        """A tensor on another stage; asked again, the same, so that one gradient is sent back."""
+        if not isinstance(tensor, SymbolicTensor):
+            tensor = self.lift(tensor)
+        key, version = (id(tensor), tensor.requires_grad, mesh), tensor._storage.version
+        known = self._on_stages.get(key)
+        if known is None or known[1] != version:
+            known = tensor, version, moved(tensor, mesh, placements)
+            self._on_stages[key] = known
+        return known[2]
 
     # -- what comes from outside -------------------------------------------------------------
 

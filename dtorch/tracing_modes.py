@@ -66,6 +66,8 @@ class FunctionMode(TorchFunctionMode):
             with torch._C.DisableTorchFunctionSubclass(), torch._C._AutoDispatchBelowAutograd():
                 return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
+            if self._tracer.has_stages and func not in _GRADIENT_FUNCTIONS:
+                args, kwargs = self._tracer.on_latest_stage(func, args, kwargs)
             if func in gradients.DIRECT_SUBSTITUTES:
                 return gradients.DIRECT_SUBSTITUTES[func](*args, **kwargs)
             if self._tracer.with_autograd:

@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("printing", "aliases", "tensor"),
     ("tree",),
     ("sharded_forms",),
+    ("stages",),
     ("gradients", "functionalization", "symbolic", "handlers", "tracing_modes", "tracer"),
     ("generator",),
     ("arguments", "cache", "compiled"),
