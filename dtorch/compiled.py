@@ -145,6 +145,15 @@ class Compiled:
                 found[source.item] = generator.state_of(source.item, mesh)
         return found
 
+    def input(self, number: int, leaves: list[Any]) -> Shards:
+        """Returns the shards of a program input that is no generator's state.
+
+        Args:
+            number: Which of the program's inputs.
+            leaves: The leaves of the call.
+        """
+        return self._shards(number, self.sources[number], leaves, {})
+
     def _submit(
         self, leaves: list[Any], states: dict[torch.Generator | None, Tensor]
     ) -> list[Tensor]:

@@ -177,8 +177,15 @@ class JitFunction(Generic[_P, _R]):
 
     def program(self, *args: _P.args, **kwargs: _P.kwargs) -> Program:
         """Returns the program that a call with these arguments runs; runs nothing."""
+        return self.traced(*args, **kwargs)[0].program
+
+    def traced(self, *args: _P.args, **kwargs: _P.kwargs) -> tuple[Compiled, Arguments]:
+        """Returns a call as it has been traced, without gradients, and its arguments.
+
+        It runs nothing; who runs it in another way than a call does takes it apart.
+        """
         _, treespec, arguments = self._prepare(args, kwargs)
-        return self._entry("plain", arguments, treespec)[0].program
+        return self._entry("plain", arguments, treespec)[0], arguments
 
     def cache_info(self) -> CacheInfo:
         """Returns how many calls were served from the cache, and how often it was traced."""

@@ -1,15 +1,19 @@
-"""Parallelism beside the model: annotations of parameter trees, loading, constraints."""
+"""Parallelism beside the model: annotations of parameter trees, loading, pipelines."""
 
 from .huggingface import plan_from_huggingface, stages_from_huggingface
 from .loading import Joined, load
+from .pipeline import Pipeline, assign_layers_to_stages, pipeline
 from .plan import ColumnParallel, RowParallel, constrain, shard
 
 __all__ = [
     "ColumnParallel",
     "Joined",
+    "Pipeline",
     "RowParallel",
+    "assign_layers_to_stages",
     "constrain",
     "load",
+    "pipeline",
     "plan_from_huggingface",
     "shard",
     "stages_from_huggingface",
