@@ -1,5 +1,7 @@
 """Plans from `transformers`, and its models under them: unmodified, eager and jitted."""
 
+import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from dtorch.parallel import (
     shard,
     stages_from_huggingface,
 )
+from dtorch.program import Apply
 
 transformers = pytest.importorskip("transformers")
 
@@ -99,6 +102,31 @@ def test_a_pipeline_by_the_models_own_plan() -> None:
         torch.testing.assert_close(found, model(**inputs)[0], rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match=r"LlamaConfig: 2 layers in its pipeline plan"):
         stages_from_huggingface(model, [first] * 3)
+
+
+@pytest.mark.parametrize("name", zoo.CASES)
+def test_models_on_two_stages_under_jit(name: str) -> None:
+    case = zoo.CASES[name]
+    model = case.make(**({"experts_implementation": "grouped_mm"} if case.experts else {}))
+    params, apply = functionalize(model)
+    first, last = dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)).unbind("pp")
+    try:
+        stages = stages_from_huggingface(model, [first, last])
+    except ValueError:  # it carries no pipeline plan: the second of two layers, and what ends it
+        late = re.compile(r"\.1\.|^[^0]*(ln_f|pooler|final_layer_norm|layer_?norm)\.(?!.*\.0\.)")
+        stages = {n: last if late.search(n) else first for n in apply.leaves}
+    placed = shard(params, stages)
+    call, inputs = dtorch.jit(apply), case.inputs()
+    with torch.no_grad():
+        found = call(placed, **inputs)[0]
+        torch.testing.assert_close(found.to_torch(), model(**inputs)[0], rtol=1e-4, atol=1e-4)
+    assert found.device_mesh == last
+    ran = Counter(i.mesh for i in call.program(placed, **inputs).instructions if is_apply(i))
+    assert min(ran[first], ran[last]) > 20  # the layer of each is computed there
+
+
+def is_apply(instruction: Any) -> bool:
+    return isinstance(instruction, Apply)
 
 
 def test_the_plan_of_a_configuration_is_that_of_its_model() -> None:
