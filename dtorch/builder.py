@@ -170,7 +170,7 @@ class Builder:
         given = operands = [r.id for r in refs((args, tuple(kwargs.values())))]
         home = self._home(op, operands)
         if home is not None:
-            operands = [self._brought(v, home) for v in operands]
+            operands = [self.brought(v, home) for v in operands]
             args, kwargs = _with_operands(args, kwargs, operands)
         asked = question(op, args, kwargs, self.specs, self.scalar_values)
         decision = decide(asked, mesh, wanted, draws is not None)
@@ -285,7 +285,17 @@ class Builder:
             return None
         return functools.reduce(functools.partial(_later, op), meshes.values())
 
-    def _brought(self, value: int, home: DeviceMesh) -> int:
+    def common_home(
+        self, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> DeviceMesh | None:
+        """Returns the mesh to bring the operands of an operation to if they are on several."""
+        operands = [r.id for r in refs((tuple(args), tuple(kwargs.values())))]
+        if len({self.specs[v].mesh for v in operands}) < 2:
+            return None
+        return self._home(op, operands)
+
+    def brought(self, value: int, home: DeviceMesh) -> int:
+        """Returns the number of an operand on the mesh of its operation."""
         # A partial value that was reduced once is not kept partial for its next use.
         value = self._reduced.get(value, value)
         spec = self.specs[value]

@@ -368,8 +368,12 @@ class Tracer:
         """As `record`, but returns the numbers of the results."""
         _refuse_data_dependent(op, args)
         lowered, named = self._lowered(op, args, kwargs)
-        form = sharded_form(op)
-        if form is not None and not is_strict() and self.builder.moves_shards(op, lowered, named):
+        form = None if is_strict() else sharded_form(op)
+        home = form and self.builder.common_home(op, lowered, named)
+        if home is not None:
+            args, kwargs = self._brought((args, kwargs), home)
+            lowered, named = self._lowered(op, args, kwargs)
+        if form is not None and self.builder.moves_shards(op, lowered, named):
             operand = refs((lowered, tuple(named.values())))[0]
             args = functionalization.map_tensors(args, self.lift)
             kwargs = {k: functionalization.map_tensors(v, self.lift) for k, v in kwargs.items()}
@@ -387,6 +391,16 @@ class Tracer:
             return self.builder.apply(op, lowered, named)
         named = functionalization.with_dtype(op, self.builder.with_scalars(lowered), named)
         return self.builder.apply(op, lowered, named, self.mesh, self._fitting(op, lowered, named))
+
+    def _brought(self, arguments: Any, home: DeviceMesh) -> Any:
+        """Returns arguments with all tensors on one of the stages that they are on."""
+
+        def brought(x: torch.Tensor) -> SymbolicTensor:
+            return self.wrap(self.builder.brought(self.read(self.lift(x)), home))
+
+        args, kwargs = arguments
+        args = functionalization.map_tensors(args, brought)
+        return args, {k: functionalization.map_tensors(v, brought) for k, v in kwargs.items()}
 
     def permute(self, x: torch.Tensor, movement: Movement, size: int) -> SymbolicTensor:
         """Returns a tensor whose ranges of a split dim have moved; see `redistribution.permute`.

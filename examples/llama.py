@@ -1,18 +1,29 @@
 """A Llama that generates text on a mesh of devices, as pure functions over its parameters.
 
     python examples/llama.py --mesh dp=2,tp=2
-    python examples/llama.py --model DIR --mesh tp=4 --prompt "Once upon a time" --temperature 0.8
+    python examples/llama.py --mesh pp=2,ring_cp=2,fsdp=2 --prompt "Once upon a time"
+    python examples/llama.py --model DIR --mesh tp=4 --temperature 0.8
 
 DIR is a Hugging Face folder: config.json, safetensors and, unless the model reads bytes,
-tokenizer.json. Without --model the project's own small model is used. The mesh axis "tp" splits
-the model, as `PLAN` says; the axis "dp" splits the batch, which has one text for each of its
-devices. The first text is printed as it is generated, the others after it if they can differ.
+tokenizer.json. Without --model the project's own small model is used. The first text is printed as
+it is generated, the others after it if they can differ.
+
+The mesh has any of these axes; the model is the same on all of them.
+  dp          splits the batch, which has one text for each of its devices
+  fsdp        splits the batch too, and the parameters, which are gathered layer by layer
+  tp          splits the heads and the features of the linear layers, as `PLAN` says
+  sp          as tp; what is between the layers is split over it too, along the prompt
+  ring_cp     splits prompt and cache along the sequence; attention passes keys on in a ring
+  zigzag_cp   as ring_cp, with as much to do for each device under a causal mask
+  ulysses_cp  as ring_cp; attention exchanges sequence for heads
+  pp          splits the layers
 
 Shapes: B batch, L new tokens, S cache slots, D hidden, V vocabulary, E head size.
 """
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,32 +35,52 @@ from torch import Tensor
 
 import dtorch
 from dtorch import P, nn, random
-from dtorch.parallel import ColumnParallel, RowParallel
+from dtorch.parallel import constrain, gathered
 
 OWN_MODEL = Path(__file__).parent / "data"
+AXES = ("pp", "dp", "fsdp", "ring_cp", "zigzag_cp", "ulysses_cp", "sp", "tp")  # in a mesh's order
+BATCH, SEQUENCE, MODEL = AXES[1:3], AXES[3:6], AXES[6:]
 PLAN = {
-    "*.embed_tokens.weight": P("tp", None),
-    "*.q_proj.weight": ColumnParallel("tp"),
-    "*.k_proj.weight": ColumnParallel("tp"),
-    "*.v_proj.weight": ColumnParallel("tp"),
-    "*.o_proj.weight": RowParallel("tp"),
-    "*.gate_proj.weight": ColumnParallel("tp"),
-    "*.up_proj.weight": ColumnParallel("tp"),
-    "*.down_proj.weight": RowParallel("tp"),
+    "*.embed_tokens.weight": P(MODEL, "fsdp"),
+    "*.q_proj.weight": P(MODEL, "fsdp"),
+    "*.k_proj.weight": P(MODEL, "fsdp"),
+    "*.v_proj.weight": P(MODEL, "fsdp"),
+    "*.o_proj.weight": P("fsdp", MODEL),
+    "*.gate_proj.weight": P(MODEL, "fsdp"),
+    "*.up_proj.weight": P(MODEL, "fsdp"),
+    "*.down_proj.weight": P("fsdp", MODEL),
+    "*norm.weight": P("fsdp"),
 }
-HEAD_PLAN = {"lm_head.weight": ColumnParallel("tp")}  # where the embedding is not also the head
-INPUT_PLAN = {"ids": P("dp", None), "position": P(), "cache.*": P("dp", "tp"), "key": P()}
+HEAD_PLAN = {"lm_head.weight": P(MODEL, "fsdp")}  # where the embedding is not also the head
+INPUT_PLAN = {
+    "ids": P(BATCH, SEQUENCE),
+    "position": P(),
+    "cache.*": P(BATCH, MODEL, SEQUENCE),
+    "key": P(),
+}
 
 Tree = Any  # nested dicts of tensors, keyed by the parts of a checkpoint's names
 
 
+def inside(x_BL: Tensor, **options: Any) -> Tensor:
+    """Lays out ids, or what a layer works on; a single token is not split."""
+    return constrain(x_BL, P(BATCH, SEQUENCE if x_BL.shape[1] > 1 else None), **options)
+
+
+def between(x_BLD: Tensor, **options: Any) -> Tensor:
+    """Lays out what is between the layers."""
+    split = (*SEQUENCE, "sp") if x_BLD.shape[1] > 1 else None
+    return constrain(x_BLD, P(BATCH, split), **options)
+
+
 def block(config: Tree, params: Tree, x_BLD: Tensor, **attend: Any) -> tuple[Tensor, Tree | None]:
-    eps = config["rms_norm_eps"]
-    h_BLD = nn.rms_norm(params["input_layernorm"], x_BLD, eps=eps)
+    eps, params = config["rms_norm_eps"], gathered(params, "fsdp")
+    x_BLD = between(x_BLD, beside=params["input_layernorm"]["weight"])
+    h_BLD = inside(nn.rms_norm(params["input_layernorm"], x_BLD, eps=eps))
     h_BLD, cache = nn.attention(params["self_attn"], h_BLD, head_dim=config["head_dim"], **attend)
-    x_BLD = x_BLD + h_BLD
-    h_BLD = nn.rms_norm(params["post_attention_layernorm"], x_BLD, eps=eps)
-    return x_BLD + nn.swiglu(params["mlp"], h_BLD), cache
+    x_BLD = x_BLD + between(h_BLD)
+    h_BLD = inside(nn.rms_norm(params["post_attention_layernorm"], x_BLD, eps=eps))
+    return x_BLD + between(nn.swiglu(params["mlp"], h_BLD)), cache
 
 
 def hidden(
@@ -61,19 +92,23 @@ def hidden(
     cache: Tree | None = None,
 ) -> tuple[Tensor, Tree]:
     """Returns the last hidden states [B, L, D], and the new cache if one was given."""
-    x_BLD = nn.embedding(params["embed_tokens"], ids_BL)
+    table = params["embed_tokens"]
+    x_BLD = between(nn.embedding(table, inside(ids_BL, beside=table["weight"])))
     tables = nn.rotary_tables(position_L, config["head_dim"], dtype=x_BLD.dtype, **config["rotary"])
     attend = dict(zip(("cos", "sin"), tables, strict=True), mask=mask_LS)
     new_cache: Tree = {}
     for i in map(str, range(config["num_hidden_layers"])):  # the dict may be in another order
         kept = {"cache": cache[i], "slot_L": position_L} if cache else {}
         x_BLD, new_cache[i] = block(config, params["layers"][i], x_BLD, **attend, **kept)
-    return nn.rms_norm(params["norm"], x_BLD, eps=config["rms_norm_eps"]), new_cache
+    return nn.rms_norm(
+        gathered(params["norm"], "fsdp"), x_BLD, eps=config["rms_norm_eps"]
+    ), new_cache
 
 
 def head(config: Tree, params: Tree, x_BLD: Tensor) -> Tensor:
     tied = config["tie_word_embeddings"]
-    return nn.linear(params["model"]["embed_tokens"] if tied else params["lm_head"], x_BLD)
+    weights = params["model"]["embed_tokens"] if tied else params["lm_head"]
+    return nn.linear(weights, inside(x_BLD, beside=weights["weight"]))
 
 
 def forward(config: Tree, params: Tree, ids_BL: Tensor) -> Tensor:
@@ -106,14 +141,28 @@ def pick(key: Tensor, logits_BV: Tensor, temperature: float) -> Tensor:
     return random.categorical(key, logits_BV / temperature)[:, None]
 
 
-def generate(
-    config: Tree, params: Tree, mesh: Any, prompt_BL: Tensor, num_tokens: int, temperature: float
-) -> Iterator[Tensor]:
-    """Yields the tokens [B, 1] of each step, with the next step already under way."""
+def inputs(config: Tree, mesh: Any, prompt_BL: Tensor, num_slots: int, dtype: Any) -> list[Any]:
+    """Returns the ids, the position after them, an empty cache and a key, on their devices."""
+    sizes = len(prompt_BL), config["num_key_value_heads"], num_slots, config["head_dim"]
+    layers = map(str, range(config["num_hidden_layers"]))
+    tree = {
+        "ids": prompt_BL,
+        "position": torch.tensor([prompt_BL.shape[1]]),
+        "cache": {i: nn.cache_init(*sizes, dtype=dtype) for i in layers},
+        "key": random.key(0),
+    }
+    return list(dtorch.parallel.shard(tree, stages(config, mesh), INPUT_PLAN).values())
+
+
+def steps(config: Tree, temperature: float) -> list[Any]:
+    """Returns two jitted functions that give the next token, its position and the new cache.
+
+    The first takes the parameters and `inputs`, the second also the token in place of the prompt.
+    """
 
     def sample(logits_BV: Tensor, position_1: Tensor, key: Tensor) -> Tensor:
         token_B1 = pick(random.fold_in(key, position_1[0]), logits_BV, temperature)
-        return dtorch.parallel.constrain(token_B1, INPUT_PLAN["ids"])
+        return constrain(token_B1, P(BATCH))
 
     def start(params: Tree, ids_BL: Tensor, position_1: Tensor, cache: Tree, key: Tensor) -> Any:
         logits_BV, cache = prefill(config, params, ids_BL, cache)
@@ -123,25 +172,45 @@ def generate(
         logits_BV, cache = decode(config, params, ids_B1, position_1, cache)
         return sample(logits_BV, position_1 + 1, key), position_1 + 1, cache
 
-    batch_size, length = prompt_BL.shape
-    sizes = batch_size, config["num_key_value_heads"], length + num_tokens, config["head_dim"]
-    dtype = params["model"]["norm"]["weight"].dtype
-    inputs = {
-        "ids": prompt_BL,
-        "position": torch.tensor([length]),
-        "cache": {i: nn.cache_init(*sizes, dtype=dtype) for i in params["model"]["layers"]},
-        "key": random.key(0),
-    }
-    inputs = dtorch.parallel.shard(inputs, mesh, INPUT_PLAN)
-    run_start = dtorch.jit(start, donate_argnums=(3,))
-    run_step = dtorch.jit(step, donate_argnums=(3,))
-    ids, position, cache, key = (inputs[name] for name in ("ids", "position", "cache", "key"))
-    ids, position, cache = run_start(params, ids, position, cache, key)
+    return [dtorch.jit(f, donate_argnums=(3,)) for f in (start, step)]
+
+
+def generate(
+    config: Tree, params: Tree, mesh: Any, prompt_BL: Tensor, num_tokens: int, temperature: float
+) -> Iterator[Tensor]:
+    """Yields the tokens [B, 1] of each step, with the next step already under way."""
+    num_slots, dtype = prompt_BL.shape[1] + num_tokens, params["model"]["norm"]["weight"].dtype
+    start, step = steps(config, temperature)
+    ids, position, cache, key = inputs(config, mesh, prompt_BL, num_slots, dtype)
+    ids, position, cache = start(params, ids, position, cache, key)
     for _ in range(num_tokens - 1):
-        following = run_step(params, ids, position, cache, key)
+        following = step(params, ids, position, cache, key)
         yield ids
         ids, position, cache = following
     yield ids
+
+
+def stages(config: Tree, mesh: dtorch.DeviceMesh) -> Tree:
+    """Returns the mesh of each parameter and cache by name: a part of the axis "pp"."""
+    meshes, num_layers = mesh.unbind("pp"), config["num_hidden_layers"]
+    layers = {f"*.{i}.*": meshes[i * len(meshes) // num_layers] for i in range(num_layers)}
+    return {**layers, "model.norm.*": meshes[-1], "lm_head.*": meshes[-1], "*": meshes[0]}
+
+
+def make_mesh(text: str, device: str) -> dtorch.DeviceMesh:
+    """Returns the mesh that "dp=2,tp=2" means."""
+    sizes = {name: int(size) for name, _, size in (axis.partition("=") for axis in text.split(","))}
+    if unknown := sizes.keys() - set(AXES):
+        raise SystemExit(f"--mesh {text}: {', '.join(unknown)} is none of {', '.join(AXES)}.")
+    names = tuple(name for name in AXES if name in sizes)
+    return dtorch.init_device_mesh(device, [sizes[n] for n in names], mesh_dim_names=names)
+
+
+def load(folder: Path, mesh: dtorch.DeviceMesh) -> tuple[Tree, Tree]:
+    """Returns the configuration and the parameters, on their devices."""
+    config = read_config(folder)
+    plan = PLAN if config["tie_word_embeddings"] else PLAN | HEAD_PLAN
+    return config, dtorch.parallel.load(folder, stages(config, mesh), plan)
 
 
 def read_config(folder: Path) -> Tree:
@@ -199,13 +268,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
 
-    axes = {name: int(size) for name, size in (axis.split("=") for axis in args.mesh.split(","))}
-    mesh = dtorch.init_device_mesh(args.device, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    config = read_config(args.model)
-    plan = PLAN if config["tie_word_embeddings"] else PLAN | HEAD_PLAN
-    params = dtorch.parallel.load(args.model, mesh, plan)
+    mesh = make_mesh(args.mesh, args.device)
+    config, params = load(args.model, mesh)
     encode, to_text = read_tokenizer(args.model, config)
-    texts = [encode(args.prompt) for _ in range(axes.get("dp", 1))]
+    num_texts = math.prod(mesh.size(a) for a in BATCH if a in (mesh.mesh_dim_names or ()))
+    texts = [encode(args.prompt) for _ in range(num_texts)]
     prompt_BL = torch.tensor(texts)
     num_tokens = min(args.max_new_tokens, config["max_position_embeddings"] - len(texts[0]))
 

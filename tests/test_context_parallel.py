@@ -242,3 +242,20 @@ def test_blocks_of_balanced_pieces_see_what_a_causal_mask_leaves(size, count):
                     assert not seen[r, c]
                     seen[r, c] = diagonal is None or j <= i + diagonal
     assert torch.equal(seen, torch.ones(size, size).tril().bool())
+
+
+@pytest.mark.parametrize("keys", [16, 15, 3])
+def test_keys_on_a_later_stage_stay_where_they_are(keys):
+    stages = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "ring_cp")).unbind("pp")
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (1, keys, keys))
+    mask = torch.arange(keys)[None] < 3
+    keys_and_values = [spread(t, stages[1], [S(2)]) for t in (k, v)]
+    given = spread(q, stages[1], [R]), *keys_and_values, spread(mask, stages[0], [R])
+
+    def call(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    program = dtorch.jit(call).program(*given)
+    moved = [i.step.target.shape for i in program.communication()]
+    assert all(len(shape) < 4 or shape[2] != keys for shape in moved)
+    torch.testing.assert_close(call(*given).to_torch(), call(q, k, v, mask), rtol=2e-5, atol=2e-5)

@@ -1,6 +1,6 @@
 """`examples/llama.py` on the trained stories260K: the published text on every mesh, in parallel."""
 
-import importlib.util
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -11,23 +11,21 @@ from typing import Any
 import optree
 import pytest
 import torch
+from layouts import sampled
+from llama_combinations import MORE, PROMPTS, SIZES, combinations, drawn, greedy, load_example
 
 import dtorch
+from dtorch.lowering import LocalCall, LocalShow, LocalStep, lower
 from dtorch.program import Apply, Program
 from dtorch.redistribution import Collective
 
 pytest.importorskip("safetensors")
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NUM_TOKENS = 255
 
 
 @pytest.fixture(scope="module")
 def llama() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("llama_example", EXAMPLES / "llama.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example()
 
 
 @pytest.fixture
@@ -39,10 +37,20 @@ def mesh_of(dp: int, tp: int) -> dtorch.DeviceMesh:
     return dtorch.init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
-def load(llama: ModuleType, folder: Path, mesh: dtorch.DeviceMesh) -> tuple[Any, Any]:
-    config = llama.read_config(folder)
-    plan = llama.PLAN if config["tie_word_embeddings"] else llama.PLAN | llama.HEAD_PLAN
-    return config, dtorch.parallel.load(folder, mesh, plan)
+MESHES = [
+    *drawn(combinations(SIZES), sampled(40)),
+    *drawn([m for m in combinations(SIZES | MORE) if any(a in m for a in MORE)], sampled(8)),
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "length"), list(zip(MESHES, itertools.cycle(PROMPTS), strict=False))
+)
+def test_the_greedy_ids_on_a_mesh_of_any_axes(
+    llama: ModuleType, folder: Path, mesh: str, length: int
+) -> None:
+    found, published = greedy(llama, folder, mesh, length, num_tokens=6)
+    assert found == [published] * len(found)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
@@ -51,7 +59,7 @@ def test_the_greedy_story(llama: ModuleType, folder: Path, dp: int, tp: int) -> 
     expected = json.loads((folder / "expected_greedy.json").read_text())
     expected = expected["prompt_ids"] + expected["greedy_ids"][len(expected["prompt_ids"]) :]
     mesh = mesh_of(dp, tp)
-    config, params = load(llama, folder, mesh)
+    config, params = llama.load(folder, mesh)
     prompt = torch.full((dp, 1), config["bos_token_id"])
     tokens: Iterator[Any] = llama.generate(config, params, mesh, prompt, NUM_TOKENS, 0.0)
     found = [[config["bos_token_id"]] for _ in range(dp)]
@@ -63,7 +71,7 @@ def test_the_greedy_story(llama: ModuleType, folder: Path, dp: int, tp: int) -> 
 
 
 def decode_program(llama: ModuleType, folder: Path, mesh: dtorch.DeviceMesh) -> tuple[Any, Program]:
-    config, params = load(llama, folder, mesh)
+    config, params = llama.load(folder, mesh)
     cache = {i: llama.nn.cache_init(1, config["num_key_value_heads"], 64, config["head_dim"])
              for i in params["model"]["layers"]}  # fmt: skip
     inputs = {
@@ -103,7 +111,7 @@ def test_a_decode_step_is_truly_parallel(llama: ModuleType, folder: Path, tp: in
 @pytest.mark.parametrize("tp", [2, 4])
 def test_each_device_holds_its_share(llama: ModuleType, folder: Path, tp: int) -> None:
     mesh = mesh_of(1, tp)
-    _, params = load(llama, folder, mesh)
+    _, params = llama.load(folder, mesh)
     leaves = optree.tree_leaves(params)
     total = sum(t.numel() * t.element_size() for t in leaves)
     held = dict.fromkeys(range(tp), 0)
@@ -117,7 +125,7 @@ def test_each_device_holds_its_share(llama: ModuleType, folder: Path, tp: int) -
 
 def test_one_device_is_pytorch_bit_for_bit(llama: ModuleType, folder: Path) -> None:
     """The whole forward, the prefill and a decode step are those on torch tensors."""
-    config, params = load(llama, folder, dtorch.DeviceMesh("cpu", [[0]], ("dp", "tp")))
+    config, params = llama.load(folder, dtorch.DeviceMesh("cpu", [[0]], ("dp", "tp")))
     plain = optree.tree_map(lambda t: t.to_torch(), params)
     ids = torch.tensor([[1, 403, 407, 261, 378]])
     sizes = 1, config["num_key_value_heads"], 16, config["head_dim"]
@@ -161,5 +169,64 @@ def decode_of(llama: ModuleType) -> Callable[..., Any]:
 
 def test_axes_that_a_mesh_lacks_are_ignored_by_the_plan(llama: ModuleType, folder: Path) -> None:
     mesh = dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    _, params = load(llama, folder, mesh)
+    _, params = llama.load(folder, mesh)
     assert all(t.placements == [dtorch.Replicate()] for t in optree.tree_leaves(params))
+
+
+def prefill_program(
+    llama: ModuleType, folder: Path, text: str, length: int
+) -> tuple[Any, Any, Program]:
+    mesh = llama.make_mesh(text, "cpu")
+    config, params = llama.load(folder, mesh)
+    prompt = torch.ones(mesh.size(), length, dtype=torch.int64)
+    given = llama.inputs(config, mesh, prompt, 2 * length, torch.float32)
+    return config, params, llama.steps(config, 0.0)[0].program(params, *given)
+
+
+def test_sequence_parallelism_reduces_no_whole_activation(llama: ModuleType, folder: Path) -> None:
+    config, _, program = prefill_program(llama, folder, "sp=4", 16)
+    steps = [i.step for i in program.communication()]
+    activations = [s.kind for s in steps if s.target.shape == (4, 16, config["hidden_size"])]
+    count = 2 * config["num_hidden_layers"]
+    # The embedding is reduced to the parts of the devices; the last token is taken from one.
+    assert activations.count(Collective.REDUCE_SCATTER) == count + 1
+    assert activations.count(Collective.ALL_GATHER) == count
+    assert Collective.ALL_REDUCE not in activations
+
+
+def test_a_layer_is_gathered_when_it_is_used_and_freed_after(
+    llama: ModuleType, folder: Path
+) -> None:
+    config, params, program = prefill_program(llama, folder, "fsdp=2", 7)
+    layer = optree.tree_leaves(params["model"]["layers"]["0"])
+    local, names = lower(program), set(program.inputs)
+    live: dict[int, int] = {}
+    peak = num_gathered = 0
+    for instruction in local.instructions:
+        if isinstance(instruction, LocalStep) and instruction.input in names:
+            spec = program.specs[instruction.output]
+            if spec.is_replicated and spec.dtype == torch.float32:
+                live[instruction.output] = spec.num_local_bytes
+                num_gathered += 1
+        peak = max(peak, sum(live.values()))
+        for slot in instruction.frees:
+            live.pop(slot, None)
+    assert num_gathered == len(layer) * config["num_hidden_layers"] + 1
+    assert peak == sum(t.numel() * t.element_size() for t in layer) and not live
+
+
+def test_what_is_gathered_is_shown_before_anything_is_computed(
+    llama: ModuleType, folder: Path
+) -> None:
+    *_, program = prefill_program(llama, folder, "fsdp=2", 7)
+    local = lower(program).instructions
+    shown = [
+        n for n, i in enumerate(local) if isinstance(i, LocalShow) and i.input in program.inputs
+    ]
+    computed = [n for n, i in enumerate(local) if isinstance(i, LocalCall)]
+    assert len(shown) > 40 and max(shown) < min(computed)
+
+
+def test_an_axis_that_the_example_does_not_know_is_named(llama: ModuleType) -> None:
+    with pytest.raises(SystemExit, match=r"cp is none of pp, dp, fsdp, ring_cp"):
+        llama.make_mesh("dp=2,cp=2", "cpu")

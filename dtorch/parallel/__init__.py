@@ -3,7 +3,7 @@
 from .huggingface import plan_from_huggingface, stages_from_huggingface
 from .loading import Joined, load
 from .pipeline import Pipeline, assign_layers_to_stages, pipeline
-from .plan import ColumnParallel, RowParallel, constrain, shard
+from .plan import ColumnParallel, RowParallel, constrain, gathered, shard
 
 __all__ = [
     "ColumnParallel",
@@ -12,6 +12,7 @@ __all__ = [
     "RowParallel",
     "assign_layers_to_stages",
     "constrain",
+    "gathered",
     "load",
     "pipeline",
     "plan_from_huggingface",

@@ -21,7 +21,7 @@ import torch
 
 from ..errors import MeshError, PlacementError
 from ..mesh import DeviceMesh
-from ..placement import P, Placement, Placements, normalized
+from ..placement import P, Placement, Placements, Replicate, normalized
 from ..tensor import Tensor, place
 from ..tree import leaf_names, unflatten
 
@@ -33,6 +33,7 @@ __all__ = [
     "Plan",
     "RowParallel",
     "constrain",
+    "gathered",
     "layouts",
     "placed",
     "shard",
@@ -110,12 +111,15 @@ def placed(leaf: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> Tens
     return result.requires_grad_() if leaf.requires_grad else result
 
 
-def constrain(x: torch.Tensor, annotation: Annotation) -> Any:
+def constrain(
+    x: torch.Tensor, annotation: Annotation, *, beside: torch.Tensor | None = None
+) -> Any:
     """Returns a tensor in the layout that an annotation gives it on its own mesh.
 
     Args:
         x: A tensor; a plain torch tensor is returned as it is.
         annotation: A `P` (axes that the mesh lacks are ignored), or a list of placements.
+        beside: A tensor on whose mesh the result is to be, such as another pipeline stage's.
 
     Communication: as for `Tensor.redistribute`.
 
@@ -126,8 +130,41 @@ def constrain(x: torch.Tensor, annotation: Annotation) -> Any:
     """
     if not isinstance(x, Tensor):
         return x
-    mesh = x.device_mesh
+    mesh = (beside if isinstance(beside, Tensor) else x).device_mesh
     return x.redistribute(mesh, _placements(annotation, mesh, x.ndim))
+
+
+def gathered(tree: Any, axis: str) -> Any:
+    """Returns a tree in which no tensor is split over an axis.
+
+    In a function that `jit` traces, called on the parameters of a layer just before they are used,
+    this makes an axis one of fully sharded data parallelism: each device keeps a part of the
+    parameters, has all of a layer while it computes it, and frees it after.
+
+    Args:
+        tree: A pytree; leaves that are no dtorch tensors are returned as they are.
+        axis: The name of a mesh axis. Tensors on a mesh that lacks it stay as they are.
+
+    Communication: an all-gather for each tensor that is split over the axis; its gradient is
+    reduce-scattered.
+
+    Example:
+        >>> mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("fsdp",))
+        >>> params = shard({"weight": torch.ones(4, 2)}, mesh, {"*": P("fsdp")})
+        >>> gathered(params, "fsdp")["weight"].placements
+        [Replicate()]
+    """
+    _, leaves, treespec = leaf_names(tree)
+    return unflatten(treespec, [_unsplit(leaf, axis) for leaf in leaves])
+
+
+def _unsplit(leaf: Any, axis: str) -> Any:
+    names = leaf.device_mesh.mesh_dim_names or () if isinstance(leaf, Tensor) else ()
+    if axis not in names:
+        return leaf
+    at = names.index(axis)
+    placements = [Replicate() if a == at else p for a, p in enumerate(leaf.placements)]
+    return leaf.redistribute(leaf.device_mesh, placements)
 
 
 def layouts(ndims: Mapping[str, int], mesh: Meshes, plan: Plan) -> dict[str, Layout]:

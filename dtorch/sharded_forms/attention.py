@@ -156,7 +156,7 @@ def _over_split_keys(
     if mask is not None and mask.shape[2] > 1:
         mask = _for_each_piece(mask, ring)
     ring = dataclasses.replace(ring, queries=(((0, rows),),) * ring.count)
-    operands = (_for_each_piece(query, ring), ring.start(key), ring.start(value), mask, None, None)
+    operands = (_for_each_piece(query, ring), key, value, mask, None, None)
     out, sums = attend_block(*operands, ring.count, 0, *ring.options)
     out, sums = out.unflatten(2, (ring.count, rows)), sums.unflatten(2, (ring.count, rows))
     largest = sums.amax(2, keepdim=True)

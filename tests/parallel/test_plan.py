@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import dtorch
-from dtorch import P, Replicate, Shard
+from dtorch import DeviceMesh, P, Replicate, Shard
 from dtorch.errors import MeshError, PlacementError
-from dtorch.parallel import ColumnParallel, RowParallel, constrain, shard
+from dtorch.parallel import ColumnParallel, RowParallel, constrain, gathered, shard
 
 MESH = dtorch.init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
 
@@ -117,3 +117,35 @@ def test_meshes_are_given_by_pattern() -> None:
     assert placed["down"]["weight"].device_mesh == last
     with pytest.raises(MeshError, match=r"leaves a mesh:\n  down.bias\n  down.weight\n  norm"):
         shard(layer(), {"up.*": first}, PLAN)
+
+
+def test_constrain_takes_a_tensor_to_the_stage_of_another() -> None:
+    first, last = DeviceMesh("cpu", [[0, 1], [2, 3]], ("pp", "tp")).unbind("pp")
+    weight, x = dtorch.zeros(2, device_mesh=last), dtorch.zeros(4, 2, device_mesh=first)
+    found = dtorch.jit(lambda x, w: constrain(x, P("tp"), beside=w))(x, weight)
+    assert found.device_mesh == last and found.placements == [Shard(0)]
+    assert constrain(x, P(), beside=torch.zeros(2)).device_mesh == first
+
+
+def test_gathered_leaves_other_axes_and_other_leaves() -> None:
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], ("fsdp", "tp"))
+    tree = shard({"w": torch.ones(4, 2), "name": "w"}, mesh, {"w": P("tp", "fsdp")})
+    found = dtorch.parallel.gathered(tree, "fsdp")
+    assert found["w"].placements == [Replicate(), Shard(0)] and found["name"] == "w"
+    assert gathered(tree, "elsewhere")["w"] is tree["w"]
+
+
+def test_the_gradient_of_what_was_gathered_is_a_part_on_each_device() -> None:
+    mesh = DeviceMesh("cpu", [0, 1], ("fsdp",))
+    params = shard({"w": torch.ones(4, 2)}, mesh, {"w": P("fsdp")})
+    x = shard(torch.arange(12.0).view(6, 2), mesh, {"*": P("fsdp")})
+
+    def loss(params, x):
+        return torch.nn.functional.linear(x, gathered(params, "fsdp")["w"]).sum()
+
+    gradient = dtorch.jit(dtorch.grad(loss))
+    found = gradient(params, x)["w"]
+    assert found.placements == [Shard(0)]
+    assert torch.equal(found.to_torch(), torch.tensor([[30.0, 36.0]]).expand(4, 2))
+    kinds = [i.step.kind.value for i in gradient.program(params, x).communication()]
+    assert kinds == ["all_gather", "all_reduce", "reduce_scatter"]  # the second is of the loss
