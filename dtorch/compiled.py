@@ -17,6 +17,7 @@ from . import aliases, generator
 from .aliases import AliasGroup, Path
 from .arguments import Arguments
 from .errors import DTorchError, MutationError
+from .expert_ops import ragged_values
 from .parts import place_parts
 from .placement import Replicate, complete
 from .program import Apply, Program, refs
@@ -118,6 +119,10 @@ class Compiled:
                     generator.advance(owner, values[output])
         if self.untried:
             _raise_if_refused(values)
+            ragged = ragged_values(self.program)
+            for number, tensor in zip(self.program.outputs, values, strict=True):
+                if number not in ragged:
+                    _check_as_inferred(tensor)
             self.untried.clear()
         for output, leaf in self.reduced:
             leaves[leaf]._reduced = values[output]
@@ -275,8 +280,6 @@ def _raise_if_refused(values: Sequence[Tensor]) -> None:
             value = tensor._shards.get(index)
             if isinstance(value, Failure) and _is_about_dtypes(value.cause):
                 raise type(value.cause)(value.message) from value.cause
-    for tensor in values:
-        _check_as_inferred(tensor)
 
 
 def _check_as_inferred(tensor: Tensor) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .custom_ops import fold_mm
+from .expert_ops import expert_mlp, expert_mlp_backward, expert_mlp_forward
 from .placement import complete
 from .tensor import Tensor, place
 
@@ -87,6 +88,38 @@ def _grad_of_right(a: torch.Tensor, b: torch.Tensor, grad: torch.Tensor) -> torc
     if b.ndim == 2:
         return _whole(fold_mm, a.conj(), grad)
     return _whole(aten.matmul.default, a.mT.conj(), grad).sum_to_size(b.shape)
+
+
+class ExpertMlp(torch.autograd.Function):
+    """A layer of experts that are split over devices, or whose tokens are."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, activation: str
+    ) -> Any:
+        out, *saved = expert_mlp_forward(x, ids, weights, gate_up, down, activation)
+        ctx.save_for_backward(weights, gate_up, down, *saved)
+        ctx.activation = activation
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        weights, gate_up, down, *saved = ctx.saved_tensors
+        found = expert_mlp_backward(*grads, saved, weights, gate_up, down, ctx.activation)
+        to_x, to_weights, to_gate_up, to_down = found
+        return to_x, None, to_weights, to_gate_up, to_down, None
+
+
+def _expert_mlp(
+    x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, activation: str
+) -> torch.Tensor:
+    operands = [x, ids, weights, gate_up, down]
+    placed = all(isinstance(t, Tensor) for t in operands)
+    if placed and len({t.device_mesh for t in operands}) == 1:
+        axes = zip(*([p.is_shard() for p in t.placements] for t in operands), strict=True)
+        if any(n > 1 and any(split) for n, split in zip(x.device_mesh.shape, axes, strict=True)):
+            return ExpertMlp.apply(*operands, activation)
+    return expert_mlp(*operands, activation)
 
 
 class Prod(torch.autograd.Function):
@@ -187,6 +220,7 @@ SUBSTITUTES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.matmul: _matmul,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
+    expert_mlp: _expert_mlp,
     torch.prod: _prod,
     torch.Tensor.prod: _prod,
     torch.tensor_split: _tensor_split,

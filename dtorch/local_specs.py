@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .expert_ops import is_ragged, ragged_values
 from .infer import answer, question
 from .lowering import LocalCall, LocalProgram, LocalStep, PerDevice
 from .mesh import DeviceMesh
@@ -22,16 +23,24 @@ class LocalSpecs(dict[int, tuple[Spec, ...]]):
     """For each slot, what each device of its mesh holds; nothing where that is not known."""
 
     def __init__(self, local: LocalProgram, program: Program) -> None:
-        super().__init__((slot, _shards(program.specs[slot])) for slot, _ in local.inputs)
+        ragged = ragged_values(program)
+        super().__init__(
+            (slot, _shards(program.specs[slot])) for slot, _ in local.inputs if slot not in ragged
+        )
         for instruction in local.instructions:
             if isinstance(instruction, LocalStep):
-                self[instruction.output] = _shards(instruction.step.target)
+                if instruction.output not in ragged:
+                    self[instruction.output] = _shards(instruction.step.target)
             elif isinstance(instruction, LocalCall):
                 self._add(instruction, program)
+        for slot in ragged:
+            self.pop(slot, None)
 
     def _add(self, call: LocalCall, program: Program) -> None:
         slots = [(i, slot) for i, slot in enumerate(call.outputs) if slot is not None]
         try:
+            if is_ragged(program.instructions[call.origin]):
+                raise LookupError
             self._check_devices(call)
             results = [self._results(call, i) for i in range(len(call.mesh.devices))]
         except Exception:  # of a kernel, which raises it when it runs, or a value is not known

@@ -37,7 +37,7 @@ from .placement import Placements, Replicate, Shard
 from .program import Ref, ScalarRef, refs
 from .redistribution import Movement
 from .scalars import Expression, concrete, node_of
-from .sharded_forms import sharded_form
+from .sharded_forms import is_always_taken, sharded_form
 from .source import user_line
 from .spec import Spec
 from .stages import moved, on_latest_stage
@@ -346,6 +346,11 @@ class Tracer:
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         _refuse_data_dependent(op, args)
+        form = sharded_form(op)
+        if form is not None and is_always_taken(op):
+            results = self._formed(form, args, kwargs)
+            if results is not NotImplemented:
+                return results
         # The dispatcher's own kernel, not a Python decomposition that may be registered over it.
         with self._mode:
             return op._op_dk(_COMPOSITE, *args, **kwargs)
@@ -368,17 +373,14 @@ class Tracer:
         """As `record`, but returns the numbers of the results."""
         _refuse_data_dependent(op, args)
         lowered, named = self._lowered(op, args, kwargs)
-        form = None if is_strict() else sharded_form(op)
+        is_always = is_always_taken(op)
+        form = sharded_form(op) if is_always or not is_strict() else None
         home = form and self.builder.common_home(op, lowered, named)
         if home is not None:
             args, kwargs = self._brought((args, kwargs), home)
             lowered, named = self._lowered(op, args, kwargs)
-        if form is not None and self.builder.moves_shards(op, lowered, named):
-            operand = refs((lowered, tuple(named.values())))[0]
-            args = functionalization.map_tensors(args, self.lift)
-            kwargs = {k: functionalization.map_tensors(v, self.lift) for k, v in kwargs.items()}
-            with self._mode, self.factories(self.builder.specs[operand.id].mesh, None):
-                results = form(*args, **kwargs)
+        if form and (is_always or self.builder.moves_shards(op, lowered, named)):
+            results = self._formed(form, args, kwargs)
             if results is not NotImplemented:
                 metas = self.builder.results(op, lowered, named)
                 found = zip(flattened(_as_list(results)), metas, strict=True)
@@ -401,6 +403,17 @@ class Tracer:
         args, kwargs = arguments
         args = functionalization.map_tensors(args, brought)
         return args, {k: functionalization.map_tensors(v, brought) for k, v in kwargs.items()}
+
+    def _formed(
+        self, form: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs the sharded form of an operation, on the mesh of its first tensor."""
+        args = functionalization.map_tensors(args, self.lift)
+        kwargs = {k: functionalization.map_tensors(v, self.lift) for k, v in kwargs.items()}
+        operands: list[torch.Tensor] = []
+        functionalization.map_tensors([list(args), list(kwargs.values())], operands.append)
+        with self._mode, self.factories(self.lift(operands[0]).device_mesh, None):
+            return form(*args, **kwargs)
 
     def permute(self, x: torch.Tensor, movement: Movement, size: int) -> SymbolicTensor:
         """Returns a tensor whose ranges of a split dim have moved; see `redistribution.permute`.

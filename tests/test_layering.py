@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("redistribution",),
     ("program", "passes", "lowering", "communication"),
     ("strictness",),
-    ("custom_ops",),
+    ("custom_ops", "expert_ops"),
     ("rules",),
     ("cpu_results", "refusals", "infer", "propagation", "decision"),
     ("scalars", "source"),

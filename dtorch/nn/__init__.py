@@ -13,6 +13,7 @@ from .embedding import embedding, embedding_init
 from .functionalize import Apply, functionalize
 from .linear import linear, linear_init
 from .mlp import swiglu, swiglu_init
+from .moe import experts, moe, moe_init
 from .norm import rms_norm, rms_norm_init
 from .rotary import Llama3Scaling, rotary_frequencies, rotary_tables, rotate
 
@@ -24,11 +25,14 @@ __all__ = [
     "cache_init",
     "embedding",
     "embedding_init",
+    "experts",
     "functional",
     "functionalize",
     "grouped_attention",
     "linear",
     "linear_init",
+    "moe",
+    "moe_init",
     "rms_norm",
     "rms_norm_init",
     "rotary_frequencies",

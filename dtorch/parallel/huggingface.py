@@ -9,14 +9,17 @@ layouts; so a style becomes the annotation of a parameter, or nothing.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from .. import nn
 from ..mesh import DeviceMesh
 from ..placement import P
+from ..tensor import Tensor
 from .plan import Annotation, ColumnParallel, RowParallel
 
 __all__ = ["plan_from_huggingface", "stages_from_huggingface"]
@@ -65,6 +68,9 @@ def plan_from_huggingface(
         matches the leaves that the style is meant for and no others. Tied weights are one leaf,
         with the style of the first of its names that has one.
 
+    From then on the models' grouped experts (`experts_implementation="grouped_mm"`) run as
+    `dtorch.nn.experts` where they are given distributed tensors, and as before where they are not.
+
     Communication: that of a style's hooks in `transformers` is derived from the layouts. Of a
         weight that packs two (`packed_colwise`: gate over up), each device holds a contiguous
         part, as of any other, rather than a part of both; the value is the same, and where
@@ -84,6 +90,7 @@ def plan_from_huggingface(
         ColumnParallel(axis='tp')
     """
     model = _as_model(model)
+    _give_experts()
     tensor: dict[str, str] = model.tp_plan or {}
     expert: dict[str, str] = model.ep_plan or {}
     if not tensor and not expert:
@@ -177,6 +184,40 @@ def model_class(config: Any) -> Any:
         if type(config) in mapping:
             return mapping[type(config)]
     raise ValueError(f"transformers has no model for {type(config).__name__}.")
+
+
+_ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "ReLU": "relu"}
+
+
+@functools.cache
+def _give_experts() -> None:
+    """Lets the grouped experts of `transformers` compute distributed tensors as `nn.experts`."""
+    from transformers.integrations import moe
+
+    theirs = moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    @functools.wraps(theirs)
+    def grouped_mm_experts_forward(
+        self: Any, hidden_states: torch.Tensor, top_k_index: Any, top_k_weights: Any
+    ) -> torch.Tensor:
+        activation = _ACTIVATIONS.get(type(getattr(self, "act_fn", None)).__name__)
+        if not isinstance(hidden_states, Tensor) or activation is None or not _is_plain(self):
+            return theirs(self, hidden_states, top_k_index, top_k_weights)
+        params = {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
+        operands = (hidden_states, top_k_index, top_k_weights)
+        return nn.experts(params, *operands, activation=activation)
+
+    moe.ALL_EXPERTS_FUNCTIONS.register("grouped_mm", grouped_mm_experts_forward)
+
+
+def _is_plain(experts: Any) -> bool:
+    """Whether experts are gate over up, an activation of the gate, and down, without biases."""
+    from transformers.integrations import moe
+
+    is_gated = experts.has_gate and experts.is_concatenated
+    more = experts.has_bias or experts.is_transposed or experts.has_post_expert_norm
+    gate = type(experts)._apply_gate  # theirs, unless the model has its own
+    return is_gated and not more and gate is moe._default_apply_gate
 
 
 def _check_styles(model: Any, plan: Mapping[str, str]) -> None:

@@ -7,15 +7,20 @@ layout of their large arguments and communicate only what is small. The tracer t
 operation itself would have to move the shards of an argument; where nothing is split, as on one
 device, the kernel runs.
 
+A layer of experts is a form where anything is split: what it communicates is asked for, so it is
+taken in `strict` mode too.
+
 A form is ordinary torch code, called with the operation's arguments. It returns NotImplemented for
 what it cannot do. Half precision is computed in float32 and rounded once, as the kernels do.
 """
 
-from . import attention, losses, movement, normalization, reduction, scan, softmax, windows
-from .registry import sharded_form
+from . import attention, experts, losses, movement, normalization, reduction, scan, softmax, windows
+from .registry import is_always_taken, sharded_form
 
 __all__ = [
     "attention",
+    "experts",
+    "is_always_taken",
     "losses",
     "movement",
     "normalization",

@@ -22,6 +22,7 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 FLOATING = HALF | {torch.float32, torch.float64}
 INEXACT = FLOATING | {torch.complex64, torch.complex128}
 _FORMS: dict[torch._ops.OpOverload, _Form] = {}
+_ALWAYS: set[torch._ops.OpOverload] = set()
 
 
 def sharded_form(op: torch._ops.OpOverload) -> _Form | None:
@@ -29,13 +30,21 @@ def sharded_form(op: torch._ops.OpOverload) -> _Form | None:
     return _FORMS.get(op)
 
 
-def form(*ops: torch._ops.OpOverload, takes: _Takes | None = None) -> Callable[[_Form], _Form]:
+def is_always_taken(op: torch._ops.OpOverload) -> bool:
+    """Returns whether the form of an operation is taken even where no shard would have to move."""
+    return op in _ALWAYS
+
+
+def form(
+    *ops: torch._ops.OpOverload, takes: _Takes | None = None, always: bool = False
+) -> Callable[[_Form], _Form]:
     """Registers a function as the form of operations.
 
     Args:
         ops: The operations.
         takes: Says of the dtypes of the tensors among the arguments, in their order, whether the
             kernels of the operations take them; None if they take all.
+        always: Whether it is taken even where no shard of an argument would have to move.
     """
 
     def register(function: _Form) -> _Form:
@@ -46,6 +55,7 @@ def form(*ops: torch._ops.OpOverload, takes: _Takes | None = None) -> Callable[[
 
         for op in ops:
             _FORMS[op] = checked
+        _ALWAYS.update(ops if always else ())
         return function
 
     return register
