@@ -382,9 +382,10 @@ class Tracer:
         if form and (is_always or self.builder.moves_shards(op, lowered, named)):
             results = self._formed(form, args, kwargs)
             if results is not NotImplemented:
-                metas = self.builder.results(op, lowered, named)
-                found = zip(flattened(_as_list(results)), metas, strict=True)
-                return [self._number(result, meta) for result, meta in found]
+                found = flattened(_as_list(results))
+                wanted = None if is_always else self.builder.results(op, lowered, named)
+                metas = [None] * len(found) if wanted is None else wanted
+                return [self._number(r, meta) for r, meta in zip(found, metas, strict=True)]
         if not functionalization.takes_device(op):
             return self.builder.apply(op, lowered, named, self.mesh)
         has_operands = bool(refs((lowered, tuple(named.values()))))
@@ -431,10 +432,11 @@ class Tracer:
         return self.wrap(self.builder.permute(value, movement, target))
 
     def _number(self, result: torch.Tensor | None, meta: Any) -> int | None:
-        """The number of what a sharded form gives, which has the strides of the operation's."""
-        if result is None:
-            return None
-        return self.builder.with_stride(self.read(self.lift(result)), meta.stride)
+        """The number of what a form gives, with the strides that the operation would give it."""
+        value = None if result is None else self.read(self.lift(result))
+        return (
+            value if value is None or meta is None else self.builder.with_stride(value, meta.stride)
+        )
 
     def _fitting(
         self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
