@@ -45,9 +45,9 @@ def _split_axes(x: Any) -> set[int]:
 
 
 def _with(x: Any, axes: Collection[int], placement: Placement) -> Any:
-    """Returns a tensor with another placement on some axes."""
-    placements = [placement if a in axes else p for a, p in enumerate(x.placements)]
-    return x.redistribute(x.device_mesh, placements)
+    """Returns a tensor, reduced if it is partial, with another placement on some axes."""
+    kept = (Replicate() if p.is_partial() else p for p in x.placements)
+    return x.redistribute(placements=[placement if a in axes else p for a, p in enumerate(kept)])
 
 
 def _num_pieces(x: Any, axes: Collection[int]) -> int:
@@ -362,7 +362,7 @@ def _with_heads_alike(
         repeats = repeats if num_heads % (num_keys * repeats) == 0 else num_heads // num_keys
 
     def alike(x: Any) -> Any:
-        kept = [Replicate() if p.is_shard(1) else p for p in x.placements]
+        kept = [p if p.is_shard() and not p.is_shard(1) else Replicate() for p in x.placements]
         wanted = [Shard(1) if a in chosen else p for a, p in enumerate(kept)]
         if repeats > 1 and x is not query:
             x = x.redistribute(x.device_mesh, kept).repeat_interleave(repeats, 1)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..placement import Replicate
 from ..redistribution import Movement, Segment
 from .registry import form
 
@@ -93,9 +94,10 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     if num_pieces(largest, dim) < 2 or not largest.numel():
         return NotImplemented
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+    kept = [Replicate() if p.is_partial() else p for p in largest.placements]
     size, start, parts = sum(t.shape[dim] for t in tensors), 0, []
     for t in tensors:
-        t = t.redistribute(largest.device_mesh, largest.placements).to(dtype)
+        t = t.redistribute(largest.device_mesh, kept).to(dtype)
         segment = Segment(start, 0, t.shape[dim])
         parts.append(permuted(t, Movement(dim, (segment,)), size))
         start += t.shape[dim]

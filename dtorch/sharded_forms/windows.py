@@ -124,8 +124,8 @@ def _without(values: Any, i: int, count: int) -> list[int]:
 
 
 def _with_whole(x: Any, channel: int) -> Any:
-    """Gathers the channels, beside which the windows are to stand."""
-    kept = [Replicate() if p.is_shard(channel) else p for p in x.placements]
+    """Reduces what is partial and gathers the channels, beside which the windows are to stand."""
+    kept = [p if p.is_shard() and not p.is_shard(channel) else Replicate() for p in x.placements]
     return x.redistribute(x.device_mesh, kept)
 
 
