@@ -7,9 +7,12 @@ groups, which it brings to the front, and has zeros for the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..lowering import LocalContext
+from ..program import Ref
 from .sharding import OpCall, Sharding, assign, replicated, rule
 
 aten = torch.ops.aten
@@ -35,6 +38,20 @@ def grouped_mm_fallback(call: OpCall) -> Sharding:
     return _sharding(call, {})
 
 
+@rule("transformers::grouped_mm_fallback_backward")
+def grouped_mm_fallback_backward(call: OpCall) -> Sharding:
+    """``s k, e k n, e!, s n -> s k, e k n``."""
+    rows, matrices, _, grad = call.arguments
+    return assign(
+        call,
+        {rows: (None, "k"), matrices: ("e", "k", "n"), "offs": (None,), grad: (None, "n")},
+        ((None, "k"), ("e", "k", "n")),
+        reduce={"n": "sum", "e": "sum"},
+        even=frozenset({"e"}),
+        localize=_multiply_own_groups_backward,
+    )
+
+
 def _sharding(call: OpCall, blocks: dict[str, int]) -> Sharding:
     rows, matrices, *_ = call.arguments
     return assign(
@@ -50,28 +67,61 @@ def _sharding(call: OpCall, blocks: dict[str, int]) -> Sharding:
 
 def _multiply_own_groups(context: LocalContext) -> None:
     rows, matrices = context.args[:2]
-    ends, spec = context.argument("offs"), context.spec(matrices)
+    own = _own_groups(context, rows, matrices)
+    if own is None:
+        return context.emit_default()
+    product = context.emit(context.op, own.first(rows), matrices, own.ends)
+    own.put_back(product, context.outputs)
+
+
+def _multiply_own_groups_backward(context: LocalContext) -> None:
+    rows, matrices, _, grad = context.args
+    own = _own_groups(context, rows, matrices)
+    if own is None:
+        return context.emit_default()
+    to_rows, to_matrices = context.new_slot(), context.outputs[1]
+    operands = (own.first(rows), matrices, own.ends, own.first(grad))
+    context.emit(context.op, *operands, outputs=[to_rows, to_matrices])
+    own.put_back(Ref(to_rows), [context.outputs[0]])
+
+
+def _own_groups(context: LocalContext, rows: Ref, matrices: Ref) -> _OwnGroups | None:
+    """The groups of each device, or None where it has them all."""
+    spec = context.spec(matrices)
     bounds = [box[0] for box in spec.boxes]
     if all(bound == (0, spec.shape[0]) for bound in bounds):
-        return context.emit_default()
-    low, high = (context.per_device(lambda i, at=at: bounds[i][at]) for at in (0, 1))
-    after_low = context.per_device(lambda i: bounds[i][0] + 1)
-    count = max(context.spec(rows).shape[0], 1)
-    starts = context.emit(aten.constant_pad_nd.default, ends, [1, 0])
-    start = context.emit(aten.slice.Tensor, starts, 0, low, after_low)
-    own = context.emit(aten.slice.Tensor, ends, 0, low, high)
-    own = context.emit(aten.sub.Tensor, own, start)
-    ones = context.emit(aten.new_ones.default, ends, [context.spec(rows).shape[0]])
-    place = context.emit(aten.cumsum.default, ones, 0)
-    place = context.emit(aten.sub.Scalar, place, 1)
-    forward = context.emit(aten.add.Tensor, place, start)
-    forward = context.emit(aten.remainder.Scalar, forward, count)
-    first = context.emit(aten.index_select.default, rows, 0, forward)
-    product = context.emit(context.op, first, matrices, own)
-    back = context.emit(aten.sub.Tensor, place, start)
-    back = context.emit(aten.remainder.Scalar, back, count)
-    product = context.emit(aten.index_select.default, product, 0, back)
-    end = context.emit(aten.slice.Tensor, own, 0, -1)
-    elsewhere = context.emit(aten.ge.Tensor, back, end)
-    elsewhere = context.emit(aten.unsqueeze.default, elsewhere, 1)
-    context.emit(aten.masked_fill.Scalar, product, elsewhere, 0, outputs=context.outputs)
+        return None
+    return _OwnGroups(context, bounds, context.spec(rows).shape[0])
+
+
+class _OwnGroups:
+    """The rows of each device's own groups, brought to the front and back to their places."""
+
+    def __init__(self, context: LocalContext, bounds: list[tuple[int, int]], size: int) -> None:
+        self.emit, ends = context.emit, context.argument("offs")
+        low, high = (context.per_device(lambda i, at=at: bounds[i][at]) for at in (0, 1))
+        after_low = context.per_device(lambda i: bounds[i][0] + 1)
+        starts = self.emit(aten.constant_pad_nd.default, ends, [1, 0])
+        self._start = self.emit(aten.slice.Tensor, starts, 0, low, after_low)
+        own = self.emit(aten.slice.Tensor, ends, 0, low, high)
+        self.ends = self.emit(aten.sub.Tensor, own, self._start)
+        self._count = max(size, 1)
+        ones = self.emit(aten.new_ones.default, ends, [size])
+        place = self.emit(aten.cumsum.default, ones, 0)
+        self._place = self.emit(aten.sub.Scalar, place, 1)
+        forward = self.emit(aten.add.Tensor, self._place, self._start)
+        self._forward = self.emit(aten.remainder.Scalar, forward, self._count)
+
+    def first(self, rows: Ref) -> Ref:
+        """Returns rows with those of the own groups in front."""
+        return self.emit(aten.index_select.default, rows, 0, self._forward)
+
+    def put_back(self, rows: Ref, outputs: Sequence[int | None]) -> None:
+        """Gives the outputs the rows of the own groups at their places, among zeros."""
+        back = self.emit(aten.sub.Tensor, self._place, self._start)
+        back = self.emit(aten.remainder.Scalar, back, self._count)
+        rows = self.emit(aten.index_select.default, rows, 0, back)
+        end = self.emit(aten.slice.Tensor, self.ends, 0, -1)
+        elsewhere = self.emit(aten.ge.Tensor, back, end)
+        elsewhere = self.emit(aten.unsqueeze.default, elsewhere, 1)
+        self.emit(aten.masked_fill.Scalar, rows, elsewhere, 0, outputs=outputs)

@@ -190,6 +190,17 @@ def test_what_the_layout_asks_for_is_not_refused() -> None:
         torch.testing.assert_close(found.to_torch(), nn.moe(params, x, CHOSEN))
 
 
+def test_a_device_gets_the_rows_of_its_experts_and_no_more() -> None:
+    mesh, params = mesh_of({"ep": 2}), model()["experts"]
+    ids = torch.tensor([[0], [0], [1], [4], [2], [0], [0]])
+    operands = (inputs(7), ids, torch.ones(7, 1))
+    tokens = (shard(t, mesh, {"*": P("ep")}) for t in operands)
+    weights = (shard(params[n], mesh, {"*": P("ep")}) for n in ("gate_up_proj", "down_proj"))
+    saved = torch.ops.dtorch.expert_mlp_forward(*tokens, *weights, "silu")
+    rows = saved[-3]
+    assert [rows._shards.get(i).shape[0] for i in range(2)] == [6, 1]
+
+
 # -- communication -----------------------------------------------------------------------------
 
 

@@ -50,6 +50,25 @@ def test_no_matrix_is_moved(name: str, dim: int) -> None:
     assert f"float32[9, 16] {result}" in program
 
 
+@pytest.mark.parametrize("ends", [[2, 5, 5, 9], [0, 0, 4, 9], [9, 9, 9, 9]])
+def test_the_backward_moves_no_matrix(ends: list[int]) -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    call, (rows, matrices, offs) = (
+        torch.ops.transformers.grouped_mm_fallback_backward,
+        operands(ends),
+    )
+    grad = torch.randn(9, 16)
+    for dim in range(3):
+        placed = dtorch.Tensor(matrices, device_mesh=MESH, placements=[Shard(dim)])
+        to_rows, to_matrices = call(rows, placed, offs, grad)
+        assert to_matrices.placements == [Shard(dim)]
+        expected = call(rows, matrices, offs, grad)
+        for found, wanted in zip((to_rows, to_matrices), expected, strict=True):
+            torch.testing.assert_close(found.to_torch(), wanted, rtol=1e-5, atol=1e-5)
+        communications = dtorch.explain(call, rows, placed, offs, grad).communications
+        assert all(c.before.shape != matrices.shape for c in communications)
+
+
 def test_the_kernels_alignment_is_kept() -> None:
     """Halves of 8 bytes would be refused, so the matrices are gathered."""
     rows, _, offs = operands([2, 5, 5, 9])
