@@ -21,6 +21,7 @@ import torch
 
 from . import inductor
 from .custom_ops import fold_mm
+from .expert_ops import ragged_values
 from .inductor import Operation, Stretch
 from .local_specs import LocalSpecs, for_device
 from .lowering import (
@@ -50,10 +51,13 @@ def compile_stretches(local: LocalProgram, program: Program) -> LocalProgram:
 
     Args:
         local: The program.
-        program: The global one that it comes from.
+        program: The global one that it comes from. One that exchanges or splits experts stays as
+            it is.
 
     Blocking: while the compiler works, unless it has seen the stretches before.
     """
+    if ragged_values(program):  # compiled with gradients, one of them has crashed
+        return local
     specs = LocalSpecs(local, program)
     items = list(_grouped(local, specs))
     kept = _last_uses(local, items)

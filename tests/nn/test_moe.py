@@ -190,6 +190,14 @@ def test_what_the_layout_asks_for_is_not_refused() -> None:
         torch.testing.assert_close(found.to_torch(), nn.moe(params, x, CHOSEN))
 
 
+def test_compile_leaves_experts_as_they_are() -> None:
+    axes, plan, placement = LAYOUTS["exchange over 2"]
+    mesh, params, x = mesh_of(axes), model(), inputs()
+    placed, tokens = shard(params, mesh, plan), shard(x, mesh, {"*": placement})
+    grads = dtorch.jit(dtorch.grad(loss), compile=True)(placed, tokens)
+    assert_close(grads, torch.func.grad(loss)(params, x), rtol=1e-4, atol=1e-4)
+
+
 def test_a_device_gets_the_rows_of_its_experts_and_no_more() -> None:
     mesh, params = mesh_of({"ep": 2}), model()["experts"]
     ids = torch.tensor([[0], [0], [1], [4], [2], [0], [0]])
