@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dtorch
-from dtorch import Partial, Replicate, Shard
+from dtorch import P, Partial, Replicate, Shard
 from dtorch.errors import WorkerError
 from dtorch.parallel import ColumnParallel, RowParallel
 
@@ -202,6 +202,43 @@ def test_16_any_number_of_heads_on_any_number_of_devices(
         torch.testing.assert_close(
             mine_grads[name]["weight"].to_torch(), leaf["weight"], rtol=1e-4, atol=1e-4
         )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 4, 8), (28, 4, 8), (40, 40, 3)])
+@pytest.mark.parametrize("axes", [("tp",), ("ring_cp", "tp"), ("ulysses_cp", "tp")])
+def test_16_and_in_a_cache(heads: int, kv_heads: int, size: int, axes: tuple[str, ...]) -> None:
+    from dtorch import nn
+
+    head_dim, hidden, num_slots = 4, 16, 11
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+    params = nn.attention_init(dtorch.random.key(0), hidden, **sizes)
+    torch.manual_seed(0)
+    prompt, token = torch.randn(2, 7, hidden), torch.randn(2, 1, hidden)
+    tables = [nn.rotary_tables(torch.arange(a, b), head_dim) for a, b in ((0, 7), (7, 8))]
+    slots, mask = (torch.arange(7), torch.tensor([7])), torch.arange(num_slots) <= 7
+
+    def run(params: Any, prompt: Any, token: Any, cache: Any) -> Any:
+        given = {"head_dim": head_dim, "cache": cache, "slot_L": slots[0]}
+        first, cache = nn.attention(params, prompt, *tables[0], **given)
+        given |= {"cache": cache, "slot_L": slots[1]}
+        second, cache = nn.attention(params, token, *tables[1], mask=mask[None], **given)
+        return first, second, cache["key"], cache["value"]
+
+    cache = nn.cache_init(2, kv_heads, num_slots, head_dim)
+    expected = run(params, prompt, token, cache)
+    shape = (size,) if len(axes) == 1 else (2, size)
+    mesh = dtorch.init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    plan = {"[qkv]_proj.*": ColumnParallel("tp"), "o_proj.*": RowParallel("tp")}
+    split = axes[:-1]
+    mine = [
+        dtorch.parallel.shard(params, mesh, plan),
+        dtorch.parallel.shard(prompt, mesh, {"*": P(None, split)}),
+        dtorch.parallel.shard(token, mesh),
+        dtorch.parallel.shard(cache, mesh, {"*": P(None, "tp", split)}),
+    ]
+    found = dtorch.jit(run)(*mine)
+    for ours, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.to_torch(), whole, rtol=1e-4, atol=1e-5)
 
 
 # -- 21: speed of small things -------------------------------------------------------------
