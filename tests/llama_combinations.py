@@ -37,6 +37,7 @@ SIZES = {
 }
 MORE = {"fsdp": (1, 2), "zigzag_cp": (1, 2), "sp": (1, 2)}
 MAX_DEVICES = 16
+NUM_KV_HEADS = 4
 PROMPTS = (1, 7, 200)
 
 
@@ -50,12 +51,15 @@ def load_example() -> ModuleType:
 
 
 def combinations(sizes: dict[str, Sequence[int]]) -> list[str]:
-    """Returns all meshes of some axes that are not too large, as the example takes them."""
+    """Returns all meshes of some axes that are not too large, as the example takes them.
+
+    More devices than key/value heads would leave some without a part of the cache.
+    """
     found = []
     for chosen in itertools.product(*sizes.values()):
-        if math.prod(chosen) <= MAX_DEVICES:
-            axes = zip(sizes, chosen, strict=True)
-            found.append(",".join(f"{name}={n}" for name, n in axes if n > 1) or "dp=1")
+        axes = dict(zip(sizes, chosen, strict=True))
+        if math.prod(chosen) <= MAX_DEVICES and axes.get("sp", 1) * axes["tp"] <= NUM_KV_HEADS:
+            found.append(",".join(f"{name}={n}" for name, n in axes.items() if n > 1) or "dp=1")
     return found
 
 
