@@ -20,6 +20,7 @@ from .. import nn
 from ..mesh import DeviceMesh
 from ..placement import P
 from ..tensor import Tensor
+from .pipeline import assign_layers_to_stages
 from .plan import Annotation, ColumnParallel, RowParallel
 
 __all__ = ["plan_from_huggingface", "stages_from_huggingface"]
@@ -152,10 +153,8 @@ def stages_from_huggingface(model: Any, meshes: Sequence[DeviceMesh]) -> dict[st
         for i, name in enumerate(order)
         if not _length(model, name)
     }
-    each = {
-        f"{name}.{i}.*": meshes[number * len(meshes) // len(layers)]
-        for number, (name, i) in enumerate(layers)
-    }
+    homes = assign_layers_to_stages(len(layers), len(meshes))
+    each = {f"{name}.{i}.*": meshes[home] for (name, i), home in zip(layers, homes, strict=True)}
     return {**each, **around, "*": meshes[0]}
 
 

@@ -219,6 +219,22 @@ def test_the_output_may_be_the_loss() -> None:
     torch.testing.assert_close(step(params, x, y).to_torch(), expected)
 
 
+def test_a_sharded_batch_stays_sharded() -> None:
+    plain, x, y = case()
+    stages = meshes(dp=2)
+    params = placed(plain, stages)
+    inputs = dtorch.Tensor(x, device_mesh=stages[0], placements=[Shard(0)])
+    target = dtorch.Tensor(y, device_mesh=stages[1], placements=[Shard(0)])
+    step = pipeline([stage, stage], num_microbatches=3, loss_fn=F.mse_loss)
+    expected, grads = dtorch.value_and_grad(lambda p: F.mse_loss(whole(p, x), y))(plain)
+    loss, found = step.value_and_grad(params, inputs, target=target)
+    torch.testing.assert_close(loss.to_torch(), expected)
+    check_gradients(found, grads, params)
+    output = pipeline([stage, stage], num_microbatches=3)(params, inputs)
+    torch.testing.assert_close(output.to_torch(), whole(plain, x))
+    assert output.placements == [Shard(0)]
+
+
 def test_parameters_shared_between_stages_and_parameters_without_effect() -> None:
     first, last = meshes()
     weight, other = torch.randn(7, 4), torch.randn(4, 4)
