@@ -9,12 +9,10 @@ which the work is submitted, which for gradients is that of a schedule.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy
 import torch
 
 from .. import tracer
@@ -29,7 +27,8 @@ from ..runtime import Shards, submit
 from ..scalars import evaluate
 from ..tensor import Tensor, default_mesh
 from ..tracer import Source
-from ..tree import argument_path, flatten, leaf_names, map_leaves, unflatten
+from ..tree import flatten, leaf_names, map_leaves, unflatten
+from .microbatches import Part, joined, parts_of, total
 from .pieces import pieces_of
 from .schedules import Schedule, submission_order
 
@@ -119,8 +118,9 @@ def pipeline(
         >>> import torch, dtorch
         >>> mesh = dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
         >>> params = [dtorch.ones(3, 3, device_mesh=m) for m in mesh.unbind("pp")]
-        >>> step = pipeline([torch.matmul, torch.matmul], num_microbatches=2)
-        >>> step(params, torch.ones(3, 4)).device_mesh
+        >>> stage = lambda weight, x: torch.relu(x @ weight)
+        >>> step = pipeline([stage, stage], num_microbatches=2)
+        >>> step(params, torch.ones(4, 3)).device_mesh
         DeviceMesh('cpu', 1)
     """
     return Pipeline(stages, num_microbatches, schedule, loss_fn)
@@ -169,7 +169,7 @@ class Pipeline:
         self._check_params(params)
         parts = self._split(args, kwargs)
         outputs = [self._run(params, *part.arguments) for part in parts]
-        return outputs[0] if len(outputs) == 1 else _joined(outputs, parts)
+        return outputs[0] if len(outputs) == 1 else joined(outputs, parts)
 
     def value_and_grad(self, params: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Returns the loss of the whole batch and its gradient by the parameters.
@@ -208,11 +208,11 @@ class Pipeline:
             found = parts[number].run(stage if is_forward else -1 - stage)
             losses[number] = found.pop(_LOSS, losses[number])
             _accumulate(sums, found)
-        return _sum(losses), unflatten(treespec, _laid_out(sums, leaves))
+        return total(losses), unflatten(treespec, _laid_out(sums, leaves))
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[_Part]:
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
         targets = (kwargs.pop("target"),) if self._has_loss and "target" in kwargs else ()
-        return _parts((args, kwargs, targets), self._num_microbatches)
+        return parts_of((args, kwargs, targets), self._num_microbatches)
 
     def _check_params(self, params: Any) -> None:
         if self._num_stages is None:
@@ -390,84 +390,6 @@ def _check_not_traced() -> None:
             "a pipeline's value_and_grad is called inside a jitted function, but it is many "
             "programs in an order of its own.\n  Fix: call it outside; it is compiled already."
         )
-
-
-# -- microbatches ----------------------------------------------------------------------------
-
-
-class _Part(NamedTuple):
-    """A microbatch: its share of the batch, its size, and the arguments of a `_Model`."""
-
-    weight: float
-    size: int
-    arguments: tuple[Any, ...]
-
-
-def _parts(tree: Any, count: int) -> list[_Part]:
-    leaves, treespec = flatten(tree)
-    leaves = [torch.from_numpy(x) if isinstance(x, numpy.ndarray) else x for x in leaves]
-    size = _batch_size(tree, leaves, count)
-    chunks = [leaf.chunk(count) if _is_split(leaf) else None for leaf in leaves]
-    pairs = list(zip(leaves, chunks, strict=True))
-    sizes = [len(t) for t in next(c for c in chunks if c is not None)]
-    return [
-        _Part(n / size, n, unflatten(treespec, [leaf if c is None else c[i] for leaf, c in pairs]))
-        for i, n in enumerate(sizes)
-    ]
-
-
-def _is_split(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0
-
-
-def _batch_size(tree: Any, leaves: Sequence[Any], count: int) -> int:
-    sizes = {i: len(leaf) for i, leaf in enumerate(leaves) if _is_split(leaf)}
-    if len(set(sizes.values())) != 1:
-        names = ("args", "kwargs", "target")
-        lines = [f"\n  {argument_path(names, tree, i)}: {list(leaves[i].shape)}" for i in sizes]
-        raise ValueError(
-            "the batch of a pipeline is dim 0 of its tensors, but "
-            + (f"they differ in it:{''.join(lines)}" if lines else "it is given none with dims.")
-            + "\n  Fix: what is not split belongs in the parameters, or is captured."
-        )
-    size = next(iter(sizes.values()))
-    if size < count:
-        raise ValueError(
-            f"num_microbatches={count} is more than the batch of {size}.\n"
-            f"  Fix: take at most {size} microbatches, or a larger batch."
-        )
-    return size
-
-
-def _joined(outputs: Sequence[Any], parts: Sequence[_Part]) -> Any:
-    """The outputs of the microbatches as that of the batch."""
-    flat = [flatten(output) for output in outputs]
-    leaves, treespecs = zip(*flat, strict=True)
-    if any(t != treespecs[0] for t in treespecs):
-        raise ValueError(
-            f"the microbatches return different structures: {treespecs[0]} and "
-            f"{next(t for t in treespecs if t != treespecs[0])}."
-        )
-    return unflatten(treespecs[0], [_joined_leaf(t, parts) for t in zip(*leaves, strict=True)])
-
-
-def _joined_leaf(leaves: Sequence[Any], parts: Sequence[_Part]) -> Any:
-    first = leaves[0]
-    if not isinstance(first, torch.Tensor):
-        return first
-    if first.ndim == 0 and (first.is_floating_point() or first.is_complex()):
-        return _sum([leaf * part.weight for leaf, part in zip(leaves, parts, strict=True)])
-    if first.ndim == 0 or len(first) % parts[0].size:
-        raise ValueError(
-            f"a pipeline cannot join an output of dtype {first.dtype} and shape "
-            f"{list(first.shape)} of microbatches of {parts[0].size}: dim 0 must be the batch.\n"
-            "  Fix: return tensors of which dim 0 is the batch, or floating-point means."
-        )
-    return torch.cat(list(leaves))
-
-
-def _sum(values: Sequence[Any]) -> Any:
-    return functools.reduce(torch.add, values)
 
 
 # -- gradients by a schedule -----------------------------------------------------------------
