@@ -15,7 +15,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,14 +28,14 @@ from dtorch.program import Program, verify
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "llama.py"
 MODEL = Path("/work/shared/models/stories260K")
-SIZES = {
+SIZES: dict[str, Sequence[int]] = {
     "pp": (1, 2, 5),
     "dp": (1, 2, 4),
     "ring_cp": (1, 2),
     "ulysses_cp": (1, 2),
     "tp": (1, 2, 4),
 }
-MORE = {"fsdp": (1, 2), "zigzag_cp": (1, 2), "sp": (1, 2)}
+MORE: dict[str, Sequence[int]] = {"fsdp": (1, 2), "zigzag_cp": (1, 2), "sp": (1, 2)}
 MAX_DEVICES = 16
 NUM_KV_HEADS = 4
 PROMPTS = (1, 7, 200)
@@ -50,7 +50,7 @@ def load_example() -> ModuleType:
     return module
 
 
-def combinations(sizes: dict[str, Sequence[int]]) -> list[str]:
+def combinations(sizes: Mapping[str, Sequence[int]]) -> list[str]:
     """Returns all meshes of some axes that are not too large, as the example takes them.
 
     More devices than key/value heads would leave some without a part of the cache.
