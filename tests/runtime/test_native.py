@@ -215,8 +215,9 @@ def test_containers_names_and_strings_are_in_the_key() -> None:
         assert torch.equal(torch.cat([x, x]).to_torch(), torch.cat([t, t]))
         assert torch.equal(torch.cat((x, x, x), dim=1).to_torch(), torch.cat((t, t, t), dim=1))
         for how in ("none", "tanh"):
-            found = torch.nn.functional.gelu(x, approximate=how)
-            assert torch.equal(found.to_torch(), torch.nn.functional.gelu(t, approximate=how))
+            # Where a vector ends, and another rounding begins, depends on the number of elements.
+            found = torch.nn.functional.gelu(x, approximate=how).to_torch()
+            torch.testing.assert_close(found, torch.nn.functional.gelu(t, approximate=how))
         for key in (0, -1, slice(1, 3), (slice(None), 2), (..., None), (slice(None, None, 2), 1)):
             assert torch.equal(x[key].to_torch(), t[key])
         keep = torch.sum(x, dim=1, keepdim=True)
