@@ -90,6 +90,7 @@ class Compiled:
         if not shared:
             return self._run(arguments, check_aliases, below_autograd)
         with aliases.held(shared):
+            _read_again(arguments)
             return self._run(arguments, check_aliases, below_autograd)
 
     def _shared(self, leaves: list[Any]) -> list[Tensor]:
@@ -236,6 +237,15 @@ class Compiled:
                 own = source.item if source.kind == "leaf" else -1
                 others = [leaf for i, leaf in enumerate(leaves) if i != own]
                 _check_unaliased(target, [*others, *captured])
+
+
+def _read_again(arguments: Arguments) -> None:
+    """Replaces the reduced values of partial tensors that were written to since they were read."""
+    for number, (leaf, value) in enumerate(zip(arguments.leaves, arguments.values, strict=True)):
+        if value is not leaf and isinstance(leaf, Tensor) and leaf._reduced is not value:
+            with torch.no_grad():
+                now = leaf.redistribute(value._spec.mesh, value._spec.placements)
+            arguments.values[number] = now
 
 
 def submit_program(

@@ -82,6 +82,12 @@ def test_jitted_writes_and_eager_ones_all_count() -> None:
 
 
 def test_a_partial_tensor_read_during_writes_is_not_set_back() -> None:
-    base = dtorch.zeros(4, device_mesh=TRIPLE, placements=[dtorch.Partial()])
-    in_threads(lambda: base.add_(1), lambda: base.add_(1), lambda: base.exp())
-    assert_all(base, 80)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # a thread is interrupted between what it reads and what it writes
+    try:
+        for _ in range(20):
+            base = dtorch.zeros(4, device_mesh=TRIPLE, placements=[dtorch.Partial()])
+            in_threads(lambda: base.add_(1), lambda: base.add_(1), lambda: base.exp())  # noqa: B023
+            assert_all(base, 80)
+    finally:
+        sys.setswitchinterval(interval)
