@@ -11,7 +11,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from layouts import sampled
+from layouts import sample, sampled
 from llama_combinations import MORE, PROMPTS, SIZES, combinations, drawn, greedy, load_example
 
 import dtorch
@@ -53,8 +53,9 @@ def test_the_greedy_ids_on_a_mesh_of_any_axes(
     assert found == [published] * len(found)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize(
+    ("dp", "tp"), sample([(d, t) for d in (1, 2) for t in (1, 2, 3, 4, 8)], 10, 0)
+)
 def test_the_greedy_story(llama: ModuleType, folder: Path, dp: int, tp: int) -> None:
     expected = json.loads((folder / "expected_greedy.json").read_text())
     expected = expected["prompt_ids"] + expected["greedy_ids"][len(expected["prompt_ids"]) :]

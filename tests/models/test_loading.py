@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from layouts import sample
 
 import dtorch
 from dtorch.errors import CheckpointError
@@ -31,7 +32,9 @@ def check(params: Any, model: Any) -> None:
         assert torch.equal(leaf.to_torch(), values[name]), name
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt2", "mixtral", "deepseek_v3", "clip_text"])
+@pytest.mark.parametrize(
+    "name", sample(["qwen2", "gemma3", "gpt2", "mixtral", "deepseek_v3", "clip_text"], 10, 0)
+)
 def test_a_folder_is_the_model(name: str, tmp_path: Path) -> None:
     """Tied weights, buffers that are not stored, fused experts, prefixes of old names."""
     case = zoo.CASES[name]

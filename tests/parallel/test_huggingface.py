@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from layouts import sample
 
 import dtorch
 from dtorch import P
@@ -45,14 +46,14 @@ def check(model: Any, case: zoo.Case, jitted: bool) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", zoo.CASES)
+@pytest.mark.parametrize("name", sample(list(zoo.CASES), 20, 0))
 def test_models_under_jit(name: str) -> None:
     case = zoo.CASES[name]
     extra = {"experts_implementation": "grouped_mm"} if case.experts else {}
     check(case.make(**extra), case, jitted=True)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt2", *EXPERTS])
+@pytest.mark.parametrize("name", sample(["gemma3", "gpt2", *EXPERTS], 10, 0))
 def test_models_eagerly(name: str) -> None:
     case = zoo.CASES[name]
     extra = {"experts_implementation": "eager"} if case.experts else {}
@@ -104,7 +105,7 @@ def test_a_pipeline_by_the_models_own_plan() -> None:
         stages_from_huggingface(model, [first] * 3)
 
 
-@pytest.mark.parametrize("name", zoo.CASES)
+@pytest.mark.parametrize("name", sample(list(zoo.CASES), 20, 0))
 def test_models_on_two_stages_under_jit(name: str) -> None:
     case = zoo.CASES[name]
     model = case.make(**({"experts_implementation": "grouped_mm"} if case.experts else {}))
