@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import special as special
 
 from . import debug, errors, models, nn, parallel, random
-from .dispatch import cache_clear, cache_info, strict
+from .dispatch import cache_clear, cache_info
 from .factories import (
     arange,
     bartlett_window,
@@ -55,7 +55,7 @@ from .profiling import Profile, profile
 from .program import Program
 from .runtime import TensorFuture, empty_cache, synchronize
 from .tensor import Tensor
-from .transforms import eval_shape, explain, grad, value_and_grad
+from .transforms import eval_shape, explain, grad, strict, value_and_grad
 
 __version__ = "0.1.0"
 

@@ -8,10 +8,9 @@ jitted function go the same way.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from .runtime.timeline import Doing
 from .spec import Spec
 from .stages import moved, on_latest_stage
 from .storages import STORAGE_FUNCTIONS, follow, in_its_storage, put_back
-from .strictness import is_strict, strictly
+from .strictness import is_strict
 from .symbolic import SymbolicTensor
 from .tensor import (
     EntryPoints,
@@ -321,36 +320,6 @@ def _on_host(func: Any, arguments: Arguments, treespec: Any) -> Any:
         return place(leaf, mesh, (Replicate(),) * mesh.ndim)
 
     return unflatten(result_tree, list(map(placed, leaves)))
-
-
-# -- strict mode ---------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def strict() -> Iterator[None]:
-    """A context in which an operation that would communicate implicitly raises.
-
-    What is asked for by name stays allowed: `Tensor.redistribute` and its relatives,
-    `parallel.constrain`, and a fetch. Cutting a replicated tensor into shards needs no
-    communication.
-
-    Communication: none but what is asked for.
-
-    Raises:
-        PlacementError: At a call in the context, with the arguments' layouts and the legal ones.
-
-    Example:
-        >>> import dtorch
-        >>> mesh = dtorch.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
-        >>> x = dtorch.ones(4, 6, device_mesh=mesh, placements=[dtorch.Shard(1)])
-        >>> with dtorch.strict():
-        ...     y = x + 1
-        ...     z = x.sort(1)
-        Traceback (most recent call last):
-        dtorch.errors.PlacementError: strict: aten.sort.default cannot keep S(1) ...
-    """
-    with strictly(), memo.bypassed():
-        yield
 
 
 # -- redistribution ------------------------------------------------------------------------

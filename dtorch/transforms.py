@@ -1,21 +1,24 @@
-"""Transformations of functions: `grad`, `value_and_grad`, `eval_shape`, and `explain`.
+"""Transformations of functions: `grad`, `value_and_grad`, `eval_shape`; `explain` and `strict`.
 
 Each takes a pure function of pytrees; what it is called with may be traced by `jit` or not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from . import memo
 from .arguments import Arguments
 from .communication import Summary, summarize
 from .jit import JitFunction, jit
 from .placement import complete
 from .recording import symbolic_leaves
+from .strictness import strictly
 from .symbolic import SymbolicTensor
 from .tensor import Tensor
 from .tracer import Tracer
@@ -222,3 +225,30 @@ def eval_shape(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return traced(with_autograd=False)
     except NeedsAutograd:
         return traced(with_autograd=True)
+
+
+@contextlib.contextmanager
+def strict() -> Iterator[None]:
+    """A context in which an operation that would communicate implicitly raises.
+
+    What is asked for by name stays allowed: `Tensor.redistribute` and its relatives,
+    `parallel.constrain`, and a fetch. Cutting a replicated tensor into shards needs no
+    communication.
+
+    Communication: none but what is asked for.
+
+    Raises:
+        PlacementError: At a call in the context, with the arguments' layouts and the legal ones.
+
+    Example:
+        >>> import dtorch
+        >>> mesh = dtorch.DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+        >>> x = dtorch.ones(4, 6, device_mesh=mesh, placements=[dtorch.Shard(1)])
+        >>> with dtorch.strict():
+        ...     y = x + 1
+        ...     z = x.sort(1)
+        Traceback (most recent call last):
+        dtorch.errors.PlacementError: strict: aten.sort.default cannot keep S(1) ...
+    """
+    with strictly(), memo.bypassed():
+        yield

@@ -11,6 +11,7 @@ from dtorch.program import Redistribute
 from dtorch.redistribution import Collective, Movement, Segment, permute
 from dtorch.spec import Spec
 
+ONE = dtorch.DeviceMesh("cpu", [0])
 CALLS = {
     "from": lambda x: x[:, 1:],
     "to": lambda x: x[:, :-1],
@@ -76,6 +77,28 @@ def test_other_dtypes(name, dtype):
     x = values((4, 9, 3)).to(dtype)
     found = CALLS[name](spread(x, TRIPLE, [S(1)]))
     assert torch.equal(found.to_torch(), CALLS[name](x))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn])
+def test_what_cannot_be_added_is_joined_all_the_same(dtype):
+    x = values((4, 9, 3)).abs().to(dtype)
+    found = torch.cat([spread(x, TRIPLE, [S(1)])] * 2, 1).to_torch()
+    assert torch.equal(found.view(torch.uint8), torch.cat([x, x], 1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("mesh", [ONE, TRIPLE], ids=["1", "3"])
+def test_a_complex_number_is_padded_with(mesh):
+    x = values((4, 9), torch.complex64)
+    found = torch.constant_pad_nd(spread(x, mesh, [S(1)]), (1, 2), 1 + 2j)
+    assert torch.equal(found.to_torch(), torch.constant_pad_nd(x, (1, 2), 1 + 2j))
+
+
+def test_the_number_that_is_padded_with_may_change():
+    x = values((4, 9))
+    call = dtorch.jit(lambda x, value: F.pad(x, (1, 2), value=value))
+    for value in (0.5, 0.7, -3.0):
+        found = call(spread(x, TRIPLE, [S(1)]), value)
+        assert torch.equal(found.to_torch(), F.pad(x, (1, 2), value=value))
 
 
 def test_a_conjugate_view_keeps_its_value():

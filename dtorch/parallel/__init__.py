@@ -2,8 +2,9 @@
 
 from .huggingface import plan_from_huggingface, stages_from_huggingface
 from .loading import Joined, load
-from .pipeline import Pipeline, assign_layers_to_stages, pipeline
+from .pipeline import Pipeline, pipeline
 from .plan import ColumnParallel, RowParallel, constrain, gathered, shard
+from .schedules import assign_layers_to_stages
 
 __all__ = [
     "ColumnParallel",

@@ -20,8 +20,8 @@ from .. import nn
 from ..mesh import DeviceMesh
 from ..placement import P
 from ..tensor import Tensor
-from .pipeline import assign_layers_to_stages
 from .plan import Annotation, ColumnParallel, RowParallel
+from .schedules import assign_layers_to_stages
 
 __all__ = ["plan_from_huggingface", "stages_from_huggingface"]
 

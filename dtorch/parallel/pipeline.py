@@ -30,51 +30,11 @@ from ..tracer import Source
 from ..tree import flatten, leaf_names, map_leaves, unflatten
 from .microbatches import Part, joined, parts_of, total
 from .pieces import pieces_of
-from .schedules import Schedule, submission_order
+from .schedules import Schedule, check_count, submission_order
 
-__all__ = ["Pipeline", "assign_layers_to_stages", "pipeline"]
+__all__ = ["Pipeline", "pipeline"]
 
 Stages = Callable[..., Any] | Sequence[Callable[..., Any]]
-
-
-def assign_layers_to_stages(num_layers: int, num_stages: int) -> list[int]:
-    """Returns the stage of each layer: contiguous, in order, as even as can be.
-
-    Args:
-        num_layers: How many layers the model has.
-        num_stages: How many stages they are divided among; none may be empty.
-
-    Returns:
-        The stage of every layer, a list of `num_layers` numbers that never go down. The sizes of
-        the stages differ by at most one; the first stages have the additional layers.
-
-    Raises:
-        TypeError: A number is not an integer.
-        ValueError: A number is not positive, or there are fewer layers than stages.
-
-    Source: `numpy.array_split`, `torch.tensor_split`.
-
-    Example:
-        >>> assign_layers_to_stages(7, 3)
-        [0, 0, 0, 1, 1, 2, 2]
-    """
-    for name, value in (("num_layers", num_layers), ("num_stages", num_stages)):
-        _check_count(name, value)
-    if num_layers < num_stages:
-        raise ValueError(
-            f"num_layers={num_layers} is less than num_stages={num_stages}: a stage would be empty."
-            f"\n  Fix: take at most {num_layers} stages, or split a layer."
-        )
-    size, more = divmod(num_layers, num_stages)
-    return [s for s in range(num_stages) for _ in range(size + (s < more))]
-
-
-def _check_count(name: str, value: object) -> None:
-    """Raises if a number of things is not a positive integer."""
-    if type(value) is not int:
-        raise TypeError(f"{name} must be an integer, not {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name}={value}: it must be at least 1.")
 
 
 def pipeline(
@@ -137,7 +97,7 @@ class Pipeline:
         loss_fn: Callable[..., Any] | None,
     ) -> None:
         _check_functions(stages, loss_fn)
-        _check_count("num_microbatches", num_microbatches)
+        check_count("num_microbatches", num_microbatches)
         self._num_microbatches = num_microbatches
         self._schedule = _checked_schedule(schedule)
         self._num_stages = None if callable(stages) else len(stages)

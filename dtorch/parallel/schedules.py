@@ -1,4 +1,4 @@
-"""Schedules: in which order the stages of a pipeline run forwards and backwards of microbatches.
+"""Schedules: which stage has which layers, and in which order stages run microbatches.
 
 Takes the numbers of stages and microbatches and gives actions: for each stage the order in which
 its devices run them, and for the client one order of submission that keeps all of those.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-__all__ = ["Action", "Schedule", "stage_order", "submission_order"]
+__all__ = ["Action", "Schedule", "assign_layers_to_stages", "stage_order", "submission_order"]
 
 
 class Schedule(enum.Enum):
@@ -73,3 +73,43 @@ def _needs(action: Action, num_stages: int) -> set[Action]:
     if is_forward:
         return {Action(stage - 1, m, True)} if stage else set()
     return {Action(stage + 1, m, False)} if stage < num_stages - 1 else {Action(stage, m, True)}
+
+
+def assign_layers_to_stages(num_layers: int, num_stages: int) -> list[int]:
+    """Returns the stage of each layer: contiguous, in order, as even as can be.
+
+    Args:
+        num_layers: How many layers the model has.
+        num_stages: How many stages they are divided among; none may be empty.
+
+    Returns:
+        The stage of every layer, a list of `num_layers` numbers that never go down. The sizes of
+        the stages differ by at most one; the first stages have the additional layers.
+
+    Raises:
+        TypeError: A number is not an integer.
+        ValueError: A number is not positive, or there are fewer layers than stages.
+
+    Source: `numpy.array_split`, `torch.tensor_split`.
+
+    Example:
+        >>> assign_layers_to_stages(7, 3)
+        [0, 0, 0, 1, 1, 2, 2]
+    """
+    for name, value in (("num_layers", num_layers), ("num_stages", num_stages)):
+        check_count(name, value)
+    if num_layers < num_stages:
+        raise ValueError(
+            f"num_layers={num_layers} is less than num_stages={num_stages}: a stage would be empty."
+            f"\n  Fix: take at most {num_layers} stages, or split a layer."
+        )
+    size, more = divmod(num_layers, num_stages)
+    return [s for s in range(num_stages) for _ in range(size + (s < more))]
+
+
+def check_count(name: str, value: object) -> None:
+    """Raises if a number of things is not a positive integer."""
+    if type(value) is not int:
+        raise TypeError(f"{name} must be an integer, not {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name}={value}: it must be at least 1.")

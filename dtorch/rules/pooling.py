@@ -141,11 +141,11 @@ def col2im(call: OpCall) -> Sharding:
 
 @rule(aten.constant_pad_nd)
 def constant_pad(call: OpCall) -> Sharding:
-    """One padded dim moves where it is split; of several each must be whole."""
+    """One dim padded with a real number moves where it is split; otherwise it must be whole."""
     (source,), (result,) = call.tensors, call.results
     names, pad = dim_names(source.shape), call["pad"]
     padded = sorted({len(names) - 1 - i // 2 for i, width in enumerate(pad) if width})
-    if len(padded) > 1:
+    if len(padded) > 1 or isinstance(call["value"], complex):
         kept = tuple(None if d in padded else n for d, n in enumerate(names))
         return Sharding((kept,), (kept,))
     if not padded:

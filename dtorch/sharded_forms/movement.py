@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..placement import Replicate
 from ..redistribution import Movement, Segment
-from .registry import form
+from .registry import INEXACT, form
 
 aten = torch.ops.aten
 
@@ -85,6 +85,10 @@ def num_pieces(x: Any, dim: int) -> int:
     return functools.reduce(lambda a, b: a * b, (n for n, p in placed if p.is_shard(dim)), 1)
 
 
+_ADDED = INEXACT | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+"""The dtypes that PyTorch adds."""
+
+
 @form(aten.cat.default)
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     """The sum of the tensors, each moved to its place among what adds nothing."""
@@ -94,6 +98,8 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
     if num_pieces(largest, dim) < 2 or not largest.numel():
         return NotImplemented
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+    if dtype not in _ADDED:
+        return NotImplemented
     kept = [Replicate() if p.is_partial() else p for p in largest.placements]
     size, start, parts = sum(t.shape[dim] for t in tensors), 0, []
     for t in tensors:
