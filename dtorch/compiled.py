@@ -64,6 +64,8 @@ class Compiled:
             leaf is now a view of what it was, or None.
         reduced: Program outputs that are a partial leaf, reduced.
         states: Program outputs that are the next state of a generator.
+        wholes: The leaves and captured tensors that must not be views: an element is read by its
+            place in the storage, of which a program sees no more than the view.
         extra: Program outputs beyond those, which the caller of `run` asked for.
         untried: Not empty until the first run, where a kernel may refuse a dtype.
     """
@@ -78,6 +80,7 @@ class Compiled:
     reformed: tuple[tuple[int, int, Path | None], ...]
     reduced: tuple[tuple[int, int], ...]
     states: tuple[tuple[int, torch.Generator | None], ...]
+    wholes: tuple[Source, ...] = ()
     extra: tuple[int, ...] = ()
     constants: dict[int, Shards] = dataclasses.field(default_factory=dict)
     untried: set[bool] = dataclasses.field(default_factory=set)
@@ -108,6 +111,8 @@ class Compiled:
 
     def _run(self, arguments: Arguments, check_aliases: bool, below_autograd: bool) -> list[Any]:
         leaves, read = arguments.leaves, arguments.values
+        for source in self.wholes:
+            _check_whole(leaves[source.item] if source.kind == "leaf" else source.item)
         if self.mutated:
             self._check_mutation(leaves, check_aliases)
         if not self.states:
@@ -328,6 +333,20 @@ def _check_writable(target: torch.Tensor) -> None:
             "view of the same tensor, which a jitted function has not returned.\n"
             "  Fix: return that tensor too, or clone() the view."
         )
+
+
+def _check_whole(tensor: torch.Tensor) -> None:
+    if isinstance(tensor, Tensor):
+        group = tensor._aliases
+        if group is None or not (group.whole is None or group.is_part or group.path_of(tensor)):
+            return
+    elif tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
+        return
+    raise MutationError(
+        "a jitted function calls as_strided, with an offset in the storage, on a tensor from "
+        f"outside (shape {list(tensor.shape)}) that is only a view of its storage.\n"
+        "  Fix: pass what it is a view of, or a clone()."
+    )
 
 
 def _check_unaliased(target: Tensor, others: Sequence[Any]) -> None:

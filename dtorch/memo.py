@@ -129,7 +129,7 @@ def _is_simple(compiled: Compiled, check_aliases: bool) -> bool:
     """Whether a call only computes tensors, views and one new value of those that it is given."""
     written = [source for _, source in compiled.mutated]
     return (
-        not (compiled.states or compiled.extra or compiled.reformed)
+        not (compiled.states or compiled.extra or compiled.reformed or compiled.wholes)
         and (not written or (not check_aliases and len(written) == 1 and _is_leaf(*written)))
         and all(source.kind in ("leaf", "capture") for source in compiled.sources)
         and all(expression[0] == "argument" for expression in compiled.expressions)

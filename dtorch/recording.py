@@ -87,6 +87,7 @@ class Ending(NamedTuple):
     reformed: tuple[tuple[int, int, Path | None], ...]
     reduced: tuple[tuple[int, int], ...]
     states: tuple[tuple[int, torch.Generator | None], ...]
+    wholes: tuple[Source, ...]
 
 
 def ending(tracer: Tracer, found: Sequence[Any]) -> Ending:
@@ -100,6 +101,7 @@ def ending(tracer: Tracer, found: Sequence[Any]) -> Ending:
         _reformed(tracer, values, found),
         _reduced(tracer, values),
         _next_states(tracer, values),
+        _wholes(tracer),
     )
 
 
@@ -134,6 +136,7 @@ def compiled_from(
         reformed=end.reformed,
         reduced=end.reduced,
         states=end.states,
+        wholes=end.wholes,
         extra=extra,
         untried={True} if may_be_refused(program) else set(),
     )
@@ -200,6 +203,16 @@ def _is_symbolic(item: Any) -> bool:
 
 def _leaf_of(tracer: Tracer, value: int) -> int:
     return tracer.sources[tracer.builder.inputs.index(value)].item
+
+
+def _wholes(tracer: Tracer) -> tuple[Source, ...]:
+    """Where the tensors come from whose storage is read by the place of its elements."""
+    touched = [*tracer.arguments, *((t, v) for t, v, _ in tracer.captures), *tracer.constants]
+    return tuple(
+        tracer.sources[tracer.builder.inputs.index(value)]
+        for tensor, value in touched
+        if any(tensor._storage is storage for storage in tracer.read_by_place)
+    )
 
 
 def _mutated(tracer: Tracer, values: list[int]) -> tuple[tuple[int, Source], ...]:

@@ -102,6 +102,7 @@ class Tracer:
         self.constants: list[tuple[SymbolicTensor, int]] = []
         self.reformed: list[tuple[SymbolicTensor, Storage]] = []  # with what they were
         self.states: dict[torch.Generator | None, tuple[int, int]] = {}
+        self.read_by_place: list[Storage] = []
         self.has_stages = False  # whether a value lives on a stage of a pipeline
         self._on_stages: dict[Any, tuple[Any, int, Tensor]] = {}
         self._lifted: dict[int, tuple[Any, SymbolicTensor]] = {}
@@ -519,6 +520,8 @@ class Tracer:
             view.is_neg(),
         )
         if same_elements:
+            if storage_offset is not None:
+                self.read_by_place.append(view._storage)
             offset = view._offset if storage_offset is None else storage_offset
             base = self.wrap(view._storage.value, view._storage)
             return base, (base, size, stride, offset), {}

@@ -603,6 +603,19 @@ def test_what_pytorch_refuses_raises_at_the_call(call: Callable[..., Any]) -> No
             wrap(lambda v: dtorch.Tensor(v, device_mesh=TWO))
 
 
+def test_as_strided_under_jit_refuses_to_take_a_view_for_its_storage() -> None:
+    x, plain = dtorch.arange(10, device_mesh=TWO), torch.arange(10)
+    captured = x[4:]
+    by_place = dtorch.jit(lambda t: t.as_strided((2,), (1,), 1))
+    capturing = dtorch.jit(lambda t: captured.as_strided((2,), (1,), 1) + t[:2])
+    for _ in range(3):
+        assert by_place(x).tolist() == [1, 2]
+        for call, argument in ((by_place, x[4:]), (by_place, plain[4:]), (capturing, x)):
+            with pytest.raises(MutationError, match="is only a view of its storage"):
+                call(argument)
+    assert dtorch.jit(lambda t: t[4:].as_strided((2,), (1,), 1))(x).tolist() == [1, 2]
+
+
 def test_as_strided_of_a_view_reads_the_storage() -> None:
     x = dtorch.arange(6)
     assert x.as_strided((2,), (1,), 1).tolist() == [1, 2]
