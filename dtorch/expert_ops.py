@@ -73,14 +73,14 @@ def _expert_mlp(
     experts, order = torch.sort(ids.reshape(-1))
     every = torch.arange(num_experts, device=ids.device, dtype=ids.dtype)
     ends = torch.searchsorted(experts, every, right=True, out_int32=True)
-    rows = x[order // count].to(gate_up.dtype)
+    rows = x.reshape(-1, x.shape[-1])[order // count].to(gate_up.dtype)
     projected = torch.nn.functional.grouped_mm(rows, gate_up.transpose(-2, -1), offs=ends)
     gate, up = projected.chunk(2, dim=-1)
     hidden = ACTIVATIONS[activation](gate) * up
     results = torch.nn.functional.grouped_mm(hidden, down.transpose(-2, -1), offs=ends)
     weighted = results * weights.reshape(-1)[order].unsqueeze(-1)
     pairs = weighted[torch.argsort(order)].view(*ids.shape, x.shape[-1])
-    return pairs.sum(dim=1).to(x.dtype)
+    return pairs.sum(dim=-2).to(x.dtype)
 
 
 _library.impl("expert_mlp", _expert_mlp, "CompositeImplicitAutograd")
@@ -142,11 +142,11 @@ def _join(
 
 def _sum(pairs: Tensor, weights: Tensor) -> Tensor:
     dtype = torch.promote_types(pairs.dtype, weights.dtype)
-    return pairs.new_empty(pairs.shape[0], pairs.shape[2], dtype=dtype)
+    return pairs.new_empty(weights.shape[:-1] + pairs.shape[-1:], dtype=dtype)
 
 
 def _dot(pairs: Tensor, grad: Tensor) -> Tensor:
-    return pairs.new_empty(pairs.shape[:2], dtype=torch.promote_types(pairs.dtype, grad.dtype))
+    return pairs.new_empty(pairs.shape[:-1], dtype=torch.promote_types(pairs.dtype, grad.dtype))
 
 
 for _name, _meta in {
@@ -165,7 +165,8 @@ for _name, _meta in {
 expert_mlp = torch.ops.dtorch.expert_mlp.default
 """Experts' gated layers on the rows of tokens routed to them, added up with the routers' weights.
 
-Tokens [T, D], ids and weights [T, K], gate and up projection [X, 2F, D], down projection [X, D, F].
+Tokens [..., D], ids and weights [..., K], gate and up projection [X, 2F, D], down projection
+[X, D, F].
 """
 
 expert_mlp_forward = torch.ops.dtorch.expert_mlp_forward.default
@@ -188,13 +189,13 @@ expert_apply_backward = torch.ops.dtorch.expert_apply_backward.default
 """Its backward: the gradients of both weights, and of the rows, as pieces."""
 
 expert_join = torch.ops.dtorch.expert_join.default
-"""The pieces that came back, one row for each pair [T, K, D]."""
+"""The pieces that came back, one row for each pair [..., K, D]."""
 
 expert_sum = torch.ops.dtorch.expert_sum.default
-"""The weighted sum [T, D] of the results of each token's experts, which may be partial sums."""
+"""The weighted sum [..., D] of the results of each token's experts, which may be partial sums."""
 
 expert_dot = torch.ops.dtorch.expert_dot.default
-"""The gradient of its weights [T, K]."""
+"""The gradient of its weights [..., K]."""
 
 # The arguments and results whose local shapes are known at run time only.
 _RAGGED: dict[torch._ops.OpOverload, tuple[tuple[int, ...], slice]] = {

@@ -3,10 +3,13 @@
     python examples/llama.py --mesh dp=2,tp=2
     python examples/llama.py --mesh pp=2,ring_cp=2,fsdp=2 --prompt "Once upon a time"
     python examples/llama.py --model DIR --mesh tp=4 --temperature 0.8
+    python examples/llama.py --experts 4 --mesh ep=2,tp=2
 
 DIR is a Hugging Face folder: config.json, safetensors and, unless the model reads bytes,
 tokenizer.json. Without --model the project's own small model is used. The first text is printed as
-it is generated, the others after it if they can differ.
+it is generated, the others after it if they can differ. --experts turns each feed-forward layer
+into a mixture of experts, two of which see each token; they begin as copies of the layer ("sparse
+upcycling", arXiv:2212.05055), so the text stays the same.
 
 The mesh has any of these axes; the model is the same on all of them.
   dp          splits the batch, which has one text for each of its devices
@@ -16,6 +19,7 @@ The mesh has any of these axes; the model is the same on all of them.
   ring_cp     splits prompt and cache along the sequence; attention passes keys on in a ring
   zigzag_cp   as ring_cp, with as much to do for each device under a causal mask
   ulysses_cp  as ring_cp; attention exchanges sequence for heads
+  ep          splits the batch, and the experts, to which it sends the tokens
   pp          splits the layers
 
 Shapes: B batch, L new tokens, S cache slots, D hidden, V vocabulary, E head size.
@@ -38,8 +42,8 @@ from dtorch import P, nn, random
 from dtorch.parallel import constrain, gathered
 
 OWN_MODEL = Path(__file__).parent / "data"
-AXES = ("pp", "dp", "fsdp", "ring_cp", "zigzag_cp", "ulysses_cp", "sp", "tp")  # in a mesh's order
-BATCH, SEQUENCE, MODEL = AXES[1:3], AXES[3:6], AXES[6:]
+AXES = ("pp", "dp", "fsdp", "ep", "ring_cp", "zigzag_cp", "ulysses_cp", "sp", "tp")  # in this order
+BATCH, SEQUENCE, MODEL = AXES[1:4], AXES[4:7], AXES[7:]
 PLAN = {
     "*.embed_tokens.weight": P(MODEL, "fsdp"),
     "*.q_proj.weight": P(MODEL, "fsdp"),
@@ -50,6 +54,11 @@ PLAN = {
     "*.up_proj.weight": P(MODEL, "fsdp"),
     "*.down_proj.weight": P("fsdp", MODEL),
     "*norm.weight": P("fsdp"),
+}
+EXPERTS_PLAN = {
+    "gate.weight": P(None, "fsdp"),
+    "experts.gate_up_proj": P("ep", MODEL, "fsdp"),
+    "experts.down_proj": P("ep", "fsdp", MODEL),
 }
 HEAD_PLAN = {"lm_head.weight": P(MODEL, "fsdp")}  # where the embedding is not also the head
 INPUT_PLAN = {
@@ -73,6 +82,12 @@ def between(x_BLD: Tensor, **options: Any) -> Tensor:
     return constrain(x_BLD, P(BATCH, split), **options)
 
 
+def feed_forward(config: Tree, params: Tree, x_BLD: Tensor) -> Tensor:
+    if "experts" in params:
+        return nn.moe(params, x_BLD, config["num_experts_per_tok"])
+    return nn.swiglu(params, x_BLD)
+
+
 def block(config: Tree, params: Tree, x_BLD: Tensor, **attend: Any) -> tuple[Tensor, Tree | None]:
     eps, params = config["rms_norm_eps"], gathered(params, "fsdp")
     x_BLD = between(x_BLD, beside=params["input_layernorm"]["weight"])
@@ -80,7 +95,7 @@ def block(config: Tree, params: Tree, x_BLD: Tensor, **attend: Any) -> tuple[Ten
     h_BLD, cache = nn.attention(params["self_attn"], h_BLD, head_dim=config["head_dim"], **attend)
     x_BLD = x_BLD + between(h_BLD)
     h_BLD = inside(nn.rms_norm(params["post_attention_layernorm"], x_BLD, eps=eps))
-    return x_BLD + between(nn.swiglu(params["mlp"], h_BLD)), cache
+    return x_BLD + between(feed_forward(config, params["mlp"], h_BLD)), cache
 
 
 def hidden(
@@ -213,6 +228,24 @@ def load(folder: Path, mesh: dtorch.DeviceMesh) -> tuple[Tree, Tree]:
     return config, dtorch.parallel.load(folder, stages(config, mesh), plan)
 
 
+def upcycled(params: Tree, num_experts: int) -> Tree:
+    """Returns parameters whose feed-forward layers are mixtures of copies, with random routers."""
+    layers = dict(params["model"]["layers"])
+    keys = random.split(random.key(0), len(layers))
+    for (i, layer), key in zip(layers.items(), keys, strict=True):
+        gate, up, down = (layer["mlp"][f"{name}_proj"]["weight"] for name in ("gate", "up", "down"))
+        mlp = {
+            "gate": nn.linear_init(key, gate.shape[1], num_experts, dtype=gate.dtype),
+            "experts": {
+                "gate_up_proj": torch.cat((gate, up)).repeat(num_experts, 1, 1),
+                "down_proj": down.repeat(num_experts, 1, 1),
+            },
+        }
+        mlp = dtorch.parallel.shard(mlp, gate.device_mesh, EXPERTS_PLAN)
+        layers[i] = {**layer, "mlp": mlp}
+    return {**params, "model": {**params["model"], "layers": layers}}
+
+
 def read_config(folder: Path) -> Tree:
     """Returns config.json with what older files leave out, and the settings of `rotary_tables`."""
     config: Tree = json.loads((folder / "config.json").read_text())
@@ -223,6 +256,7 @@ def read_config(folder: Path) -> Tree:
     heads, eos = config["num_attention_heads"], config.get("eos_token_id")
     scaling = {name: rope[name] for name in nn.Llama3Scaling.__annotations__ if name in rope}
     defaults = {
+        "num_experts_per_tok": 2,
         "num_key_value_heads": heads,
         "head_dim": config["hidden_size"] // heads,
         "tie_word_embeddings": False,
@@ -262,6 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Generates text with a Llama on a mesh.")
     parser.add_argument("--model", type=Path, default=OWN_MODEL, help="a Hugging Face folder")
     parser.add_argument("--mesh", default="dp=2,tp=2", help="the axes and their sizes")
+    parser.add_argument("--experts", type=int, help="how many each feed-forward layer becomes")
     parser.add_argument("--prompt", default="", help="begins the text")
     parser.add_argument("--max-new-tokens", type=int, default=440)
     parser.add_argument("--temperature", type=float, default=0.0)
@@ -270,6 +305,7 @@ def main() -> None:
 
     mesh = make_mesh(args.mesh, args.device)
     config, params = load(args.model, mesh)
+    params = upcycled(params, args.experts) if args.experts else params
     encode, to_text = read_tokenizer(args.model, config)
     num_texts = math.prod(mesh.size(a) for a in BATCH if a in (mesh.mesh_dim_names or ()))
     texts = [encode(args.prompt) for _ in range(num_texts)]

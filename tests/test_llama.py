@@ -231,3 +231,72 @@ def test_what_is_gathered_is_shown_before_anything_is_computed(
 def test_an_axis_that_the_example_does_not_know_is_named(llama: ModuleType) -> None:
     with pytest.raises(SystemExit, match=r"cp is none of pp, dp, fsdp, ring_cp"):
         llama.make_mesh("dp=2,cp=2", "cpu")
+
+
+def with_experts(llama: ModuleType, params: Any) -> Any:
+    """A model with experts that differ from each other."""
+    params = llama.upcycled(params, 4)
+    generator = torch.Generator().manual_seed(0)
+
+    def changed(path: tuple[str, ...], leaf: Any) -> Any:
+        if "experts" not in path:
+            return leaf
+        noise = torch.randn(leaf.shape, generator=generator) * leaf.to_torch().std()
+        return leaf + dtorch.tensor(noise, device_mesh=leaf.device_mesh, placements=leaf.placements)
+
+    return optree.tree_map_with_path(changed, params)
+
+
+def story_of_experts(llama: ModuleType, folder: Path, text: str, count: int) -> list[list[int]]:
+    mesh = llama.make_mesh(text, "cpu")
+    config, params = llama.load(folder, mesh)
+    params = with_experts(llama, params)
+    num_texts = math.prod(mesh.size(a) for a in llama.BATCH if a in mesh.mesh_dim_names)
+    prompt = torch.tensor([[1, 403, 407, 261, 378]] * num_texts)
+    steps = llama.generate(config, params, mesh, prompt, count, 0.0)
+    return torch.cat([ids.to_torch() for ids in steps], 1).tolist()
+
+
+MIXED = ["ep=2", "ep=3", "ep=4,fsdp=2", "dp=2,ep=2,tp=2", "pp=2,ep=2,ring_cp=2", "ep=2,sp=2",
+         "fsdp=2,ulysses_cp=2,ep=2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", sample(MIXED, len(MIXED), 0))
+def test_a_mixture_of_experts_writes_the_same_on_every_mesh(
+    llama: ModuleType, folder: Path, mesh: str
+) -> None:
+    count = 12
+    (expected,) = story_of_experts(llama, folder, "dp=1", count)
+    found = story_of_experts(llama, folder, mesh, count)
+    assert found == [expected] * len(found)
+
+
+SHAPES_OF_EXPERTS = [(288, 64), (64, 144)]
+
+
+@pytest.mark.parametrize("mesh", ["ep=2,ring_cp=2", "ep=2,sp=2"])
+def test_tokens_go_to_their_experts(llama: ModuleType, mesh: str) -> None:
+    """Over the axis of the experts rows are passed on, and no expert is gathered."""
+    made = llama.make_mesh(mesh, "cpu")
+    config, params = llama.load(llama.OWN_MODEL, made)
+    params = llama.upcycled(params, 4)
+    prompt = torch.ones(2, 8, dtype=torch.int64)
+    given = llama.inputs(config, made, prompt, 16, torch.float32)
+    for step, ids in zip(llama.steps(config, 0.0), (given[0], given[0][:, :1]), strict=True):
+        program = step.program(params, ids, *given[1:])
+        assert program.fallbacks() == []
+        moved = [(i.step.kind, i.step.source) for i in program.communication()]
+        rows = [kind for kind, spec in moved if spec.shape[1:] == (config["hidden_size"],)]
+        assert rows == [Collective.PERMUTE] * 2 * config["num_hidden_layers"]
+        # The features of gate and up projection change places among the devices that split them.
+        experts = {kind for kind, spec in moved if spec.shape[1:] in SHAPES_OF_EXPERTS}
+        assert experts <= {Collective.PERMUTE}
+
+
+def test_experts_begin_as_copies(llama: ModuleType, folder: Path) -> None:
+    mesh = llama.make_mesh("ep=2", "cpu")
+    config, params = llama.load(folder, mesh)
+    ids = torch.tensor([[1, 403, 407, 261], [1, 378, 5, 7]])
+    step = dtorch.jit(lambda p, i: llama.forward(config, p, i))
+    dense, mixed = step(params, ids), step(llama.upcycled(params, 4), ids)
+    torch.testing.assert_close(mixed.to_torch(), dense.to_torch(), rtol=1e-5, atol=1e-5)

@@ -1,7 +1,7 @@
 """A mixture of experts: a router sends each token to some of many gated feed-forward layers.
 
-No token is dropped, and an expert may get none. Shapes: X experts, K experts a token, T tokens,
-D hidden, F intermediate.
+No token is dropped, and an expert may get none. Shapes: X experts, K experts a token, D hidden,
+F intermediate.
 """
 
 from collections.abc import Mapping
@@ -78,14 +78,13 @@ def moe(
     transformers' `Qwen3MoeSparseMoeBlock` with its grouped experts and, with weights in float32,
     to `MixtralSparseMoeBlock`.
     """
-    tokens = x.reshape(-1, x.shape[-1])
-    logits = linear(params["gate"], tokens)
+    logits = linear(params["gate"], x)
     probabilities = F.softmax(logits, dim=-1, dtype=torch.float)
     weights, ids = torch.topk(probabilities, num_experts_per_token, dim=-1)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     weights = weights.to(weights_dtype or x.dtype)
-    return experts(params["experts"], tokens, ids, weights, activation=activation).reshape(x.shape)
+    return experts(params["experts"], x, ids, weights, activation=activation)
 
 
 def experts(
@@ -100,13 +99,13 @@ def experts(
 
     Args:
         params: `gate_up_proj` [X, 2F, D], `down_proj` [X, D, F].
-        tokens: The input [T, D].
-        ids: The experts of each token, integers [T, K].
-        weights: Their weights [T, K].
+        tokens: The input [..., D].
+        ids: The experts of each token, integers [..., K].
+        weights: Their weights [..., K].
         activation: What the gate is taken through: "silu", "gelu", "gelu_tanh" or "relu".
 
     Returns:
-        The output [T, D].
+        The output [..., D].
 
     Raises:
         ValueError: The activation is not known.

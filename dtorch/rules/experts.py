@@ -12,6 +12,7 @@ experts; the sharded form has brought the arguments to one of these layouts.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from ..lowering import LocalContext
 from ..placement import Partial, Placement, Replicate, Shard
 from ..program import Localize, Ref
 from ..redistribution import group_of
+from ..spec import Spec
 from .sharding import OpCall, Sharding, Strategy, replicated, rule
 
 aten = torch.ops.aten
@@ -58,41 +60,48 @@ def _listed(call: OpCall, localize: Localize, layouts: _Layouts) -> Sharding:
     return _Listed(whole.inputs, whole.outputs, localize=localize, listed=listed)
 
 
-def _alike(call: OpCall, localize: Localize, *more: Any) -> Sharding:
-    """Everything whole, or everything by tokens."""
-    layouts = [([p] * len(call.tensors), [p] * len(call.results)) for p in (Replicate(), Shard(0))]
+def _alike(call: OpCall, localize: Localize, tokens: Spec, *more: Any) -> Sharding:
+    """Everything whole, or everything by tokens, given one argument that has [..., K] of them."""
+    num_dims = tokens.ndim - 1
+    layouts: list[Any] = [([_WHOLE] * len(call.tensors), [_WHOLE] * len(call.results))]
+    for dim in range(num_dims):  # what has no such dims is cut into the parts of the devices
+        sides = (
+            [Shard(dim) if len(t.shape) > num_dims else _ROWS for t in side]
+            for side in (call.tensors, call.results)
+        )
+        layouts.append(tuple(sides))
     return _listed(call, localize, [*layouts, *more])
 
 
 @rule(expert_order)
 def expert_order_rule(call: OpCall) -> Sharding:
     """Each part of the tokens by itself."""
-    return _alike(call, _sort_by_expert)
+    return _alike(call, _sort_by_expert, call["ids"])
 
 
 @rule(expert_pieces)
 def expert_pieces_rule(call: OpCall) -> Sharding:
     """Each part of the tokens by itself."""
-    return _alike(call, _cut_pieces)
+    return _alike(call, _cut_pieces, call["order"])
 
 
 @rule(expert_join)
 def expert_join_rule(call: OpCall) -> Sharding:
     """Each part of the tokens by itself; results of some of the experts or features add up."""
     count = len(call["pieces"])
-    return _alike(call, _join_pieces, ([_SUM] * count + [_WHOLE] * 2, [_SUM]))
+    return _alike(call, _join_pieces, call["rank"], ([_SUM] * count + [_WHOLE] * 2, [_SUM]))
 
 
 @rule(expert_sum)
 def expert_sum_rule(call: OpCall) -> Sharding:
     """By tokens; a sum of weighted parts is the weighted sum, the weights being finite."""
-    return _alike(call, _add_up, ([_SUM, _WHOLE], [_SUM]))
+    return _alike(call, _add_up, call["weights"], ([_SUM, _WHOLE], [_SUM]))
 
 
 @rule(expert_dot)
 def expert_dot_rule(call: OpCall) -> Sharding:
     """As `expert_sum`."""
-    return _alike(call, _multiply, ([_SUM, _WHOLE], [_SUM]))
+    return _alike(call, _multiply, call["grad"], ([_SUM, _WHOLE], [_SUM]))
 
 
 @rule(expert_apply)
@@ -155,6 +164,17 @@ def expert_apply_backward_rule(call: OpCall) -> Sharding:
 # -- what a device runs ------------------------------------------------------------------------
 
 
+def _flat(context: LocalContext, tensor: Ref) -> Ref:
+    return context.emit(aten.reshape.default, tensor, [-1])
+
+
+def _shaped(context: LocalContext, tensor: Ref, like: Ref, *more: int, outputs: Any) -> None:
+    """A tensor in the local shape of another, and more dims."""
+    shapes = context.spec(like).local_shapes
+    shape = context.per_device(lambda i: [*shapes[i], *more])
+    context.emit(aten.reshape.default, tensor, shape, outputs=outputs)
+
+
 class _Local:
     """Writes local operations, with what each device knows of the others' experts."""
 
@@ -201,9 +221,6 @@ class _Local:
     def taken(self, tensor: Ref, index: Ref, outputs: Any = None) -> Ref:
         return self.emit(aten.index_select.default, tensor, 0, index, outputs=outputs)
 
-    def flat(self, tensor: Ref) -> Ref:
-        return self.emit(aten.reshape.default, tensor, [-1])
-
     @property
     def has_all(self) -> bool:
         """Whether the experts are not split."""
@@ -212,8 +229,7 @@ class _Local:
 
 def _sort_by_expert(context: LocalContext) -> None:
     ids, num_experts = context.args[:2]
-    count = context.spec(ids).shape[1]
-    flat = context.emit(aten.reshape.default, ids, [-1])
+    flat = _flat(context, ids)
     order, rank, counts = context.outputs
     places = context.new_slot()
     context.emit(
@@ -221,8 +237,8 @@ def _sort_by_expert(context: LocalContext) -> None:
     )
     inverse = context.new_slot()
     context.emit(aten.sort.default, Ref(places), outputs=[None, inverse])
-    context.emit(aten.reshape.default, Ref(places), [-1, count], outputs=[order])
-    context.emit(aten.reshape.default, Ref(inverse), [-1, count], outputs=[rank])
+    _shaped(context, Ref(places), ids, outputs=[order])
+    _shaped(context, Ref(inverse), ids, outputs=[rank])
     found = context.emit(aten.bincount.default, flat, None, num_experts)
     context.emit(aten.unsqueeze.default, found, 0, outputs=[counts])
 
@@ -230,17 +246,18 @@ def _sort_by_expert(context: LocalContext) -> None:
 def _cut_pieces(context: LocalContext) -> None:
     local = _Local(context)
     source, order, counts = context.args[:3]
-    index = local.flat(order)
-    if context.spec(source).ndim == 2:  # a row for each token, not for each pair
-        divide = context.spec(order).shape[1]
+    index = _flat(context, order)
+    if context.spec(source).ndim == context.spec(order).ndim:  # a row for each token, not each pair
+        divide = context.spec(order).shape[-1]
         index = local.emit(aten.div.Scalar_mode, index, divide, rounding_mode="floor")
-    else:
-        width = context.spec(source).shape[2]
-        source = local.emit(aten.reshape.default, source, [-1, width])
+    if context.spec(source).ndim > 2:
+        rows = local.table(lambda i: math.prod(context.spec(source).local_shapes[i][:-1]))
+        width = context.spec(source).shape[-1]
+        source = local.emit(aten.reshape.default, source, [rows, width])
     if local.has_all:
         local.taken(source, index, context.outputs)
         return
-    ends = local.ends(local.flat(counts))
+    ends = local.ends(_flat(context, counts))
     if len(context.outputs) == 1:
         local.taken(source, local.rows(index, *local.range(ends, 0)), context.outputs)
         return
@@ -252,14 +269,14 @@ def _cut_pieces(context: LocalContext) -> None:
 def _join_pieces(context: LocalContext) -> None:
     local = _Local(context)
     pieces, rank, counts = context.args[:3]
-    (_, count), (*_, width) = context.spec(rank).shape, context.spec(pieces[0]).shape
-    place, rows = local.flat(rank), pieces[0]
+    width = context.spec(pieces[0]).shape[-1]
+    place, rows = _flat(context, rank), pieces[0]
     if not local.has_all:
-        low, high = local.range(local.ends(local.flat(counts)), 0)
+        low, high = local.range(local.ends(_flat(context, counts)), 0)
         place = local.emit(aten.sub.Tensor, place, low)
         if len(pieces) > 1:  # in the order of the devices, from the device itself on
             shapes = context.spec(rank).local_shapes
-            total = local.table(lambda i: max(shapes[i][0] * count, 1))
+            total = local.table(lambda i: max(math.prod(shapes[i]), 1))
             place = local.emit(aten.remainder.Scalar, place, total)
             rows = local.emit(aten.cat.default, pieces, 0)
         else:  # what other devices' experts give is zero here
@@ -270,19 +287,19 @@ def _join_pieces(context: LocalContext) -> None:
             place = local.emit(aten.where.self, own, place, total)
             rows = local.emit(aten.constant_pad_nd.default, rows, [0, 0, 0, 1])
     found = local.taken(rows, place)
-    local.emit(aten.reshape.default, found, [-1, count, width], outputs=context.outputs)
+    _shaped(context, found, rank, width, outputs=context.outputs)
 
 
 def _add_up(context: LocalContext) -> None:
     pairs, weights = context.args
     weights = context.emit(aten.unsqueeze.default, weights, -1)
     weighted = context.emit(aten.mul.Tensor, pairs, weights)
-    context.emit(aten.sum.dim_IntList, weighted, [1], outputs=context.outputs)
+    context.emit(aten.sum.dim_IntList, weighted, [-2], outputs=context.outputs)
 
 
 def _multiply(context: LocalContext) -> None:
     pairs, grad = context.args
-    grad = context.emit(aten.unsqueeze.default, grad, 1)
+    grad = context.emit(aten.unsqueeze.default, grad, -2)
     product = context.emit(aten.mul.Tensor, pairs, grad)
     context.emit(aten.sum.dim_IntList, product, [-1], outputs=context.outputs)
 
@@ -320,7 +337,7 @@ class _Experts(_Local):
         """The order of the rows of all pieces by expert, and its inverse."""
         order, back = outputs
         assert order is not None and back is not None
-        ids = self.emit(aten.repeat_interleave.Tensor, self.flat(self.counts))
+        ids = self.emit(aten.repeat_interleave.Tensor, _flat(self.context, self.counts))
         num_experts = self.table(lambda i: max(self.bounds[i][1] - self.bounds[i][0], 1))
         ids = self.emit(aten.remainder.Scalar, ids, num_experts)
         self.emit(

@@ -29,7 +29,7 @@ from ..expert_ops import (
     expert_pieces,
     expert_sum,
 )
-from ..placement import Placement, Replicate, Shard
+from ..placement import Replicate, Shard
 from ..redistribution import Movement, Segment, group_of
 from .movement import permuted
 from .registry import form, replicated
@@ -77,12 +77,12 @@ def _mlp_backward(
     grad, weights = layout.by_token(grad), layout.by_token(weights)
     gate_up, down = layout.gate_up(gate_up), layout.down(down)
     to_weights = layout.by_token(expert_dot(pairs, grad)).to(weights.dtype)
-    to_pairs = (grad.unsqueeze(1) * weights.unsqueeze(-1)).to(pairs.dtype)
+    to_pairs = (grad.unsqueeze(-2) * weights.unsqueeze(-1)).to(pairs.dtype)
     pieces = layout.sent(to_pairs, order, counts)
     orders = orders or (None, None)
     operands = (rows, projected, *orders, seen, gate_up, down, activation)
     to_gate_up, to_down, *results = expert_apply_backward(pieces, *operands, *layout.who)
-    to_x = layout.returned(results, rank, counts).sum(1).to(grad.dtype)
+    to_x = layout.returned(results, rank, counts).sum(-2).to(grad.dtype)
     return to_x, to_weights, layout.in_order(to_gate_up), to_down
 
 
@@ -95,14 +95,14 @@ class _Layout:
 
     Attributes:
         mesh: The mesh.
-        tokens: The axes that split the tokens.
+        tokens: The axes that split the tokens, and the dims that they split.
         experts: The axes that split the experts.
         features: The axes that split the features of the experts.
         bounds: The first of the experts of each device, and the one after the last.
     """
 
     mesh: Any
-    tokens: frozenset[int]
+    tokens: dict[int, int]
     experts: tuple[int, ...]
     features: frozenset[int]
     bounds: tuple[int, ...]
@@ -115,7 +115,7 @@ class _Layout:
     @property
     def exchanges(self) -> bool:
         """Whether tokens move to the devices of their experts."""
-        return bool(self.tokens.intersection(self.experts))
+        return not self.tokens.keys().isdisjoint(self.experts)
 
     @property
     def num_parts(self) -> int:
@@ -130,20 +130,22 @@ class _Layout:
     def _count(self, axes: Any) -> int:
         return math.prod(self.mesh.shape[a] for a in axes)
 
-    def _placed(self, x: Any, by_axis: dict[Any, Placement]) -> Any:
-        placements = [Replicate()] * self.mesh.ndim
-        for axes, placement in by_axis.items():
-            for axis in axes:
-                placements[axis] = placement
+    def _placed(self, x: Any, dims: dict[int, int]) -> Any:
+        """Returns a tensor of which each axis splits one dim, or nothing."""
+        split = {axis: Shard(dim) for axis, dim in dims.items()}
+        placements = [split.get(a, Replicate()) for a in range(self.mesh.ndim)]
         return x.redistribute(self.mesh, placements)
 
     def by_token(self, x: Any) -> Any:
         """Returns something of the tokens as they are split."""
-        return self._placed(x, {self.tokens: Shard(0)})
+        return self._placed(x, self.tokens)
+
+    def _weight(self, features: int) -> dict[int, int]:
+        return dict.fromkeys(self.experts, 0) | dict.fromkeys(self.features, features)
 
     def gate_up(self, x: Any) -> Any:
         """Returns the gate and up projection, each device with the same features of both."""
-        x = self._placed(x, {self.experts: Shard(0), self.features: Shard(1)})
+        x = self._placed(x, self._weight(1))
         if not self.features:
             return x
         return permuted(x, Movement(1, tuple(sorted(self._segments(x)))), x.shape[1])
@@ -166,7 +168,7 @@ class _Layout:
 
     def down(self, x: Any) -> Any:
         """Returns the down projection as it is split."""
-        return self._placed(x, {self.experts: Shard(0), self.features: Shard(2)})
+        return self._placed(x, self._weight(2))
 
     def sent(self, source: Any, order: Any, counts: Any) -> list[Any]:
         """Returns the pieces of rows that each device has got for its experts."""
@@ -210,9 +212,9 @@ def _layout(tokens: Any, gate_up: Any, down: Any) -> _Layout:
     count = math.prod(mesh.shape[a] for a in features)
     part = down.shape[2] / count * down.dtype.itemsize / _ALIGNMENT
     features = features if part.is_integer() else frozenset()
-    by_token = split(tokens, 0) - features
-    if by_token & experts:  # tokens go to the device of their expert, whichever axis it is on
-        by_token |= experts
+    by_token = {a: d for d in range(tokens.ndim - 1) for a in split(tokens, d) - features}
+    if not experts.isdisjoint(by_token):  # tokens go to their expert, whichever axis it is on
+        by_token = dict.fromkeys(experts, 0) | by_token
     placements = [Shard(0) if a in experts else Replicate() for a in range(mesh.ndim)]
     boxes = gate_up._spec.with_layout(mesh, tuple(placements)).boxes
     bounds = tuple(bound for box in boxes for bound in box[0])

@@ -30,6 +30,18 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], P]] = {
     "experts over two axes": ({"ep": 2, "tp": 2}, {"experts.*": P(("ep", "tp"))}, P("ep")),
     "hidden": ({"tp": 2}, {}, P(None, "tp")),
 }
+SEQUENCES: dict[str, tuple[dict[str, int], dict[str, Any], P]] = {
+    "tokens by two dims": ({"dp": 2, "cp": 3}, {}, P("dp", "cp")),
+    "exchange and sequence": ({"ep": 2, "cp": 2}, BY_EXPERT, P("ep", "cp")),
+    "sequence and exchange": ({"dp": 3, "ep": 2}, BY_EXPERT, P("dp", "ep")),
+    "experts over both": ({"ep": 2, "cp": 2}, {"experts.*": P(("ep", "cp"))}, P("ep", "cp")),
+    "experts over both, tokens over one": (
+        {"ep": 2, "cp": 2},
+        {"experts.*": P(("ep", "cp"))},
+        P(None, "cp"),
+    ),
+    "sequence and features": ({"cp": 2, "ep": 2, "tp": 2}, BY_BOTH, P("ep", "cp")),
+}
 
 
 def model(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -122,6 +134,25 @@ def test_values_and_gradients_of_every_layout(name: str) -> None:
     expected = torch.func.grad(loss, argnums=(0, 1))(params, x)
     assert_close(grads, expected, rtol=1e-4, atol=1e-4)
     assert grads[0]["experts"]["down_proj"].placements == placed["experts"]["down_proj"].placements
+
+
+@pytest.mark.parametrize("name", sample(list(SEQUENCES), 20, 0))
+def test_tokens_of_batches_of_sequences(name: str) -> None:
+    """Tokens [B, L, D] stay split by both dims, whether the parts are even or not."""
+    axes, plan, placement = SEQUENCES[name]
+    mesh, params = mesh_of(axes), model()
+    placed = shard(params, mesh, plan)
+    step = dtorch.jit(lambda p, x: nn.moe(p, x, CHOSEN))
+    for shape in ((3, 5, HIDDEN), (4, 6, HIDDEN), (1, 1, HIDDEN), (2, 0, HIDDEN)):
+        x = inputs(shape[0] * shape[1]).view(shape)
+        tokens = shard(x, mesh, {"*": placement})
+        expected = nn.moe(params, x, CHOSEN)
+        found = step(placed, tokens)
+        torch.testing.assert_close(found.to_torch(), expected, rtol=1e-5, atol=1e-5)
+        moved = [i.step for i in step.program(placed, tokens).communication()]
+        assert not any("gather" in s.kind.value and s.source.shape[-1] == HIDDEN for s in moved)
+        grads = dtorch.jit(dtorch.grad(loss, argnums=(0, 1)))(placed, tokens)
+        assert_close(grads, torch.func.grad(loss, argnums=(0, 1))(params, x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["exchange over 3", "exchange and features", "experts"])
