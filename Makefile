@@ -9,6 +9,8 @@ PYTHON ?= python3
 ARGS ?=
 
 BIN := .venv/bin
+# Two test files at a time.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 comma := ,
 CHECK_PYTHON := import sys; \
 	sys.exit(None if sys.version_info >= (3, 11) else \
@@ -49,10 +51,11 @@ native: .venv
 demo: native
 	@$(BIN)/python examples/llama.py $(ARGS)
 
-# Everything on the native executor, then on the Python one, with a tenth of the sampled layouts.
+# Everything on the native executor; then on the Python one what may depend on it, with a tenth of
+# the sampled layouts.
 test: lint native
-	$(BIN)/python -m pytest $(ARGS)
-	DTORCH_EXECUTOR=python DTORCH_SWEEP=0.1 $(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+	DTORCH_EXECUTOR=python DTORCH_SWEEP=0.1 $(PYTEST) -m 'not once' $(ARGS)
 
 lint: .venv
 	$(BIN)/ruff check

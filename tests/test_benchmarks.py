@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-import dtorch
-
 ROOT = Path(__file__).parents[1]
+SECONDS = 240
 pytest.importorskip("transformers")
 
 
-@pytest.mark.skipif(dtorch.runtime.EXECUTOR == "python", reason="once is enough")
+@pytest.mark.once
+@pytest.mark.timeout(SECONDS + 10)
 def test_every_family_runs() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--quick"],
@@ -21,7 +21,7 @@ def test_every_family_runs() -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=115,
+        timeout=SECONDS,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for family in ("adds", "attention", "training", "client", "llama", "redistribution", "memory"):

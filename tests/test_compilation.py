@@ -91,6 +91,7 @@ def layout(x: Tensor, index: int) -> Any:
 # -- what is computed ------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_a_chain_with_views_integers_and_scalars() -> None:
     def f(x: torch.Tensor, s: float) -> Any:
         whole = (x * s + 1).relu()
@@ -108,6 +109,7 @@ def wave(x: torch.Tensor) -> torch.Tensor:
     return (x.sin() * 2).exp() - x
 
 
+@pytest.mark.once
 def test_results_stay_as_they_are_when_it_runs_again() -> None:
     function = dtorch.jit(lambda x: ((x * 2 + 1).relu() * x, x.exp() + x), compile=True)
     inputs = [torch.randn(5, 5) for _ in range(5)]
@@ -117,6 +119,7 @@ def test_results_stay_as_they_are_when_it_runs_again() -> None:
         torch.testing.assert_close(second.to_torch(), x.exp() + x)
 
 
+@pytest.mark.once
 def test_uneven_shards() -> None:
     check(wave, sharded(torch.randn(5, 5)))
 
@@ -151,6 +154,7 @@ def test_a_training_step_with_mutation() -> None:
         torch.testing.assert_close(ours.to_torch(), theirs.to_torch())
 
 
+@pytest.mark.once
 def test_gradients_pass_through() -> None:
     w = dtorch.tensor(torch.randn(3, 4)).requires_grad_()
     results = []
@@ -166,6 +170,7 @@ def test_gradients_pass_through() -> None:
         torch.testing.assert_close(results[0], result)
 
 
+@pytest.mark.once
 def test_one_row_of_a_linear_layer_and_attention() -> None:
     def f(x: torch.Tensor, w: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         query = torch.nn.functional.linear(x, w).view(1, 1, 4, 8).transpose(1, 2)

@@ -14,6 +14,7 @@ from typing import Literal
 
 import pytest
 
+pytestmark = pytest.mark.once
 PACKAGE = Path(__file__).resolve().parents[1] / "dtorch"
 
 # Lowest first. A module or folder imports its own row and the rows above it in this list.

@@ -9,6 +9,7 @@ import torch
 from dtorch.test.opinfo import document, entries
 from dtorch.test.opinfo.sweep import QUICK, Failure, Plan, Result
 
+pytestmark = pytest.mark.once
 RAISED = Failure("raised", "sample 0", "eager", "ValueError: a | b at 0x7f00")
 RESULTS = [
     Result("abs", tried=4, right=4, inner=2, native=2, has_matrix=True),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.once
 README = Path(__file__).resolve().parents[1] / "README.md"
 GUIDES = [g for g in sorted((README.parent / "docs").glob("*.md")) if "```python" in g.read_text()]
 SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)

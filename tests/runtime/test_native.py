@@ -40,6 +40,7 @@ def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 TELL = "import dtorch; print(dtorch.runtime.EXECUTOR, (dtorch.ones(3) + 1).tolist())"
 
 
+@pytest.mark.once
 def test_the_variable_chooses() -> None:
     done = python(TELL, DTORCH_EXECUTOR="python")
     assert (done.stdout, done.stderr) == ("python [2.0, 2.0, 2.0]\n", "")
@@ -47,6 +48,7 @@ def test_the_variable_chooses() -> None:
     assert "DTORCH_EXECUTOR='fast': expected 'native' or 'python'" in done.stderr
 
 
+@pytest.mark.once
 def test_without_a_compiler_one_line_says_so(tmp_path: Path) -> None:
     nowhere = {"XDG_CACHE_HOME": str(tmp_path), "CXX": "/no/such/compiler"}
     done = python(TELL, **nowhere)
@@ -60,6 +62,7 @@ def test_without_a_compiler_one_line_says_so(tmp_path: Path) -> None:
     assert "DTORCH_EXECUTOR=native, but there is no C++ compiler" in done.stderr
 
 
+@pytest.mark.once
 def test_a_build_that_failed_is_not_tried_at_every_import(tmp_path: Path) -> None:
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\nexit 1\n")
@@ -73,6 +76,7 @@ def test_a_build_that_failed_is_not_tried_at_every_import(tmp_path: Path) -> Non
 
 
 @native
+@pytest.mark.once
 def test_building_ahead_says_where_it_is() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "dtorch.build"], capture_output=True, text=True, timeout=100
