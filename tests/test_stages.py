@@ -76,3 +76,23 @@ def test_plain_tensors_and_factories_are_on_the_earliest_stage() -> None:
     early, late = dtorch.jit(model)(params, torch.ones(3))
     assert (early.device_mesh, late.device_mesh) == (first, last)
     assert late.tolist() == [1, 2, 3]
+
+
+def test_a_recorded_operation_knows_that_its_operand_was_sent() -> None:
+    """Eagerly, with `backward`: each operation's backward is on the stage of its forward."""
+    first, last = _stages()
+    x = dtorch.ones(3, device_mesh=first).requires_grad_()
+    w = dtorch.full((3,), 2.0, device_mesh=last).requires_grad_()
+    for _ in range(2):  # a call that is known and one that is not
+        x.grad = w.grad = None
+        with dtorch.profile() as profile:
+            h = torch.tanh(x)
+            (torch.sigmoid(h * w) + h).sum().backward()
+        places = {
+            e.name: e.device.id
+            for e in profile.events
+            if e.device is not None and "_backward" in e.name
+        }
+        assert places == {"aten.sigmoid_backward.default": 1, "aten.tanh_backward.default": 0}
+        assert x.grad is not None and x.grad.device_mesh == first
+        assert w.grad is not None and w.grad.device_mesh == last

@@ -53,6 +53,7 @@ struct Wrapper final : c10::TensorImpl {
     Py_CLEAR(aliases);
   }
   PyObject* spec = nullptr;
+  const PyObject* mesh = nullptr;  // kept by the spec
   PyObject* reduced = nullptr;  // the same value with its partial sums reduced, once it is known
   PyObject* aliases = nullptr;  // the tensors that share its storage in PyTorch's sense
   ShardsPtr shards;
@@ -61,6 +62,7 @@ struct Wrapper final : c10::TensorImpl {
 // What a wrapper is made from; read from a Python `Spec` once.
 struct Form {
   PyObject* spec;  // borrowed: the spec owns its form
+  const PyObject* mesh;
   std::vector<int64_t> sizes, strides;
   caffe2::TypeMeta type;
   c10::Device device;
@@ -71,8 +73,10 @@ struct Form {
 
 Form* new_form(const py::handle& spec) {
   auto dtype = py::cast<at::ScalarType>(spec.attr("dtype"));
-  auto device = py::cast<at::Device>(spec.attr("mesh").attr("torch_device")());
+  py::object mesh = spec.attr("mesh");
+  auto device = py::cast<at::Device>(mesh.attr("torch_device")());
   auto form = new Form{spec.ptr(),
+                       mesh.ptr(),
                        py::cast<std::vector<int64_t>>(py::tuple(spec.attr("shape"))),
                        py::cast<std::vector<int64_t>>(spec.attr("stride")),
                        c10::scalarTypeToTypeMeta(dtype),
@@ -105,6 +109,7 @@ py::object wrap(const Form& form, ShardsPtr shards, PyTypeObject* type, int64_t 
   auto made = c10::make_intrusive<Wrapper>(std::move(storage), form.keys, form.type);
   made->set_sizes_and_strides(form.sizes, form.strides, offset);
   made->spec = form.spec;
+  made->mesh = form.mesh;
   Py_INCREF(form.spec);
   made->shards = std::move(shards);
   at::Tensor tensor(std::move(made));
@@ -153,6 +158,7 @@ class Encoder {
   std::vector<PyObject*> leaves;  // borrowed
   std::vector<int> numbers;       // of the leaves in the Python path's order, where it is asked for
   bool differentiable = false;    // whether autograd has to record the call
+  bool one_mesh = true;           // whether all tensors are on the same
 
   // Returns false where the call has to take the Python path.
   bool begin(PyObject* token, bool ints_are_dynamic) {
@@ -160,6 +166,8 @@ class Encoder {
     leaves.clear();
     numbers.clear();
     differentiable = false;
+    one_mesh = true;
+    mesh_ = nullptr;
     ints_are_dynamic_ = ints_are_dynamic;
     if (num_bypasses || at::impl::torch_function_mode_enabled()) return false;
     if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
@@ -254,6 +262,8 @@ class Encoder {
     Wrapper* found = wrapper_of(object);
     if (!found) return false;
     differentiable |= grad_ && found->requires_grad();
+    one_mesh &= !mesh_ || found->mesh == mesh_;
+    mesh_ = found->mesh;
     words.push_back(kTensor);
     words.push_back(reinterpret_cast<uint64_t>(spec_of(found)));
     return leaf(object, number);
@@ -304,6 +314,7 @@ class Encoder {
   }
 
   bool ints_are_dynamic_ = false, grad_ = false;
+  const PyObject* mesh_ = nullptr;
 };
 
 uint64_t hash_of(const Words& words) {
@@ -343,15 +354,16 @@ class CallCache {
       : ints_are_dynamic_(ints_are_dynamic), below_(below_autograd), capacity_(capacity) {}
 
   // Each returns the result of a call that is known, and no object for one that is not; then
-  // `differentiable` says whether only autograd is in the way.
+  // `differentiable` says whether only autograd is in the way, and no stages to be brought together.
   py::object call(PyObject* token, PyObject* const* args, size_t count, PyObject* kwargs,
                   bool& differentiable) {
     int64_t since = clock_if_recording();
     Encoder& key = encoder();
     bool fits = key.begin(token, ints_are_dynamic_) && key.items(kTuple, args, count, nullptr) &&
                 key.dict(kwargs, nullptr);
-    differentiable = fits && is_differentiable(key);
-    return fits && !differentiable ? run(key, since) : py::object();
+    bool records = fits && is_differentiable(key);
+    differentiable = records && key.one_mesh;
+    return fits && !records ? run(key, since) : py::object();
   }
   py::object call_method(PyObject* token, PyObject* const* args, size_t count, PyObject* names,
                          bool& differentiable) {
@@ -359,8 +371,9 @@ class CallCache {
     Encoder& key = encoder();
     bool fits = key.begin(token, ints_are_dynamic_) && key.items(kTuple, args, count, nullptr) &&
                 key.named(names, args + count);
-    differentiable = fits && is_differentiable(key);
-    return fits && !differentiable ? run(key, since) : py::object();
+    bool records = fits && is_differentiable(key);
+    differentiable = records && key.one_mesh;
+    return fits && !records ? run(key, since) : py::object();
   }
 
   // Whether a call can be remembered and is not.
