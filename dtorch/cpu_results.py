@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 aten = torch.ops.aten
-_Results = tuple[Tensor, ...]
+_Results = tuple[Any, ...]
 
 LIKE_ARGUMENT = {
     aten.multi_margin_loss_backward.default: 1,
@@ -105,7 +107,11 @@ def corrected(op: torch._ops.OpOverload, arguments: dict[str, Any], results: Any
         results: What the meta kernel has returned.
     """
     correction = _CORRECTIONS.get(op)
-    return results if correction is None else correction(arguments, tuple(results))
+    if correction is None:
+        return results
+    if isinstance(results, Tensor):
+        return correction(arguments, (results,))[0]
+    return correction(arguments, tuple(results))
 
 
 _PARAMETERS = ("weight", "bias", "running_mean", "running_var")
@@ -142,6 +148,44 @@ def _embedding_bag(arguments: dict[str, Any], results: _Results) -> _Results:
     return rows, bags, sizes, maxima if maxima.ndim == 2 else maxima.new_empty(sizes.shape)
 
 
+def _convolution(op: torch._ops.OpOverload) -> Callable[[dict[str, Any], _Results], _Results]:
+    """The kernel that the CPU chooses decides on the memory format of the results."""
+
+    def with_strides(arguments: dict[str, Any], results: _Results) -> _Results:
+        with FakeTensorMode() as mode:
+
+            def on_cpu(value: Any) -> Any:
+                is_tensor = isinstance(value, Tensor)
+                return FakeTensor(mode, value, torch.device("cpu")) if is_tensor else value
+
+            found = op(**{name: on_cpu(value) for name, value in arguments.items()})
+        given = found if isinstance(found, tuple) else (found,)
+        return tuple(
+            f if f is None else r.new_empty_strided(f.shape, f.stride())
+            for r, f in zip(results, given, strict=True)
+        )
+
+    return with_strides
+
+
+def _in_format_of(place: int) -> Callable[[dict[str, Any], _Results], _Results]:
+    """The result has the memory format of an argument, by its place."""
+
+    def with_strides(arguments: dict[str, Any], results: _Results) -> _Results:
+        memory_format = suggest_memory_format(list(arguments.values())[place])
+        return tuple(r.contiguous(memory_format=memory_format) for r in results)
+
+    return with_strides
+
+
+def _like_first(arguments: dict[str, Any], results: _Results) -> _Results:
+    return (torch.empty_like(arguments["self"]),)
+
+
+def _contiguous(arguments: dict[str, Any], results: _Results) -> _Results:
+    return tuple(r.contiguous() for r in results)
+
+
 _CORRECTIONS: dict[torch._ops.OpOverload, Callable[[dict[str, Any], _Results], _Results]] = {
     aten.native_batch_norm.default: _batch_norm,
     aten._native_batch_norm_legit.default: _batch_norm,
@@ -149,6 +193,22 @@ _CORRECTIONS: dict[torch._ops.OpOverload, Callable[[dict[str, Any], _Results], _
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten._batch_norm_with_update_functional.default: _batch_norm,
     aten.native_layer_norm.default: _layer_norm,
+    aten.convolution.default: _convolution(aten.convolution.default),
+    aten.convolution_backward.default: _convolution(aten.convolution_backward.default),
+    aten.glu_backward.default: _contiguous,
+    aten.roll.default: _like_first,
+    aten.pixel_shuffle.default: _in_format_of(0),
+    aten.pixel_unshuffle.default: _in_format_of(0),
+    aten.channel_shuffle.default: _in_format_of(0),
+    aten.native_channel_shuffle.default: _in_format_of(0),
+    aten.reflection_pad2d.default: _in_format_of(0),
+    aten.reflection_pad3d.default: _in_format_of(0),
+    aten.replication_pad2d.default: _in_format_of(0),
+    aten.replication_pad3d.default: _in_format_of(0),
+    aten.reflection_pad2d_backward.default: _in_format_of(1),
+    aten.reflection_pad3d_backward.default: _in_format_of(1),
+    aten.replication_pad2d_backward.default: _in_format_of(1),
+    aten.replication_pad3d_backward.default: _in_format_of(1),
     aten._embedding_bag.default: _embedding_bag,
     aten._embedding_bag_forward_only.default: _embedding_bag,
 }

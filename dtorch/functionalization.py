@@ -281,10 +281,13 @@ def _overloads(packet: str) -> list[torch._ops.OpOverload]:
     return overloads
 
 
+_RESHAPED = (aten.transpose_, aten.t_, aten.squeeze_, aten.unsqueeze_, aten.as_strided_)
+
+
 @functools.lru_cache(maxsize=64)
 def view_form(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """Returns the view operation of one that gives a tensor another shape in place, or None."""
-    if op.overloadpacket not in (aten.transpose_, aten.t_, aten.squeeze_, aten.unsqueeze_):
+    if op.overloadpacket not in _RESHAPED:
         return None
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
     for candidate in _overloads(op.overloadpacket.__name__.removesuffix("_")):

@@ -16,9 +16,20 @@ from typing import Any
 import torch
 
 from .mesh import Device, DeviceMesh
-from .program import Apply, Instruction, Program, Ref, SourceLine, format_instruction, refs
+from .program import (
+    Apply,
+    Instruction,
+    Program,
+    Ref,
+    SourceLine,
+    format_instruction,
+    map_refs,
+    refs,
+)
 from .redistribution import Step
 from .spec import Spec
+
+aten = torch.ops.aten
 
 
 class PerDevice(tuple):
@@ -171,7 +182,7 @@ class LocalContext:
         place = self._names.index(name)
         return self.args[place] if place < len(self.args) else self.kwargs.get(name)
 
-    def emit_with(self, **changes: Any) -> None:
+    def emit_with(self, outputs: Sequence[int | None] | None = None, /, **changes: Any) -> None:
         """Adds the operation on the shards with other values for some arguments."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for name, value in changes.items():
@@ -180,7 +191,7 @@ class LocalContext:
                 args[place] = value
             else:
                 kwargs[name] = value
-        self.emit(self.op, *args, outputs=self.outputs, **kwargs)
+        self.emit(self.op, *args, outputs=self.outputs if outputs is None else outputs, **kwargs)
 
     @property
     def _names(self) -> list[str]:
@@ -242,7 +253,78 @@ def _lower_instruction(
         context.emit_default()
     else:
         instruction.localize(context)
+    if instruction.op in STRIDES_ASSUMED:
+        return _with_strides_of_operands(context, program.specs, instruction)
+    if instruction.op in STRIDES_CHOSEN:
+        return _with_strides_of_results(context, program.specs)
     return list(context.emitted)
+
+
+STRIDES_ASSUMED = {
+    aten.native_group_norm.default,
+    aten.native_group_norm_backward.default,
+    aten._embedding_bag.default,
+    aten._embedding_bag_forward_only.default,
+    aten._linalg_det.default,
+    aten._linalg_slogdet.default,
+    aten._pdist_forward.default,
+    aten._pdist_backward.default,
+    aten.adaptive_max_pool3d_backward.default,
+    aten.nll_loss2d_backward.default,
+}
+"""Operations whose kernels take it for granted how operands lie in memory, as PyTorch calls them. A
+part may lie otherwise than the whole: the order of its strides comes from what computed it."""
+
+STRIDES_CHOSEN = {aten.convolution.default, aten.convolution_backward.default}
+"""Operations whose kernels choose how results lie in memory, for a part perhaps otherwise."""
+
+
+def _with_strides_of_operands(
+    context: LocalContext, specs: Sequence[Spec], instruction: Apply
+) -> list[LocalInstruction]:
+    calls, context.emitted = context.emitted, []
+    read = {v for call in calls for v in slots_read(call)}
+    operands = [v for v in dict.fromkeys(instruction.inputs()) if v in read]
+    laid = {v: _laid_out(context, Ref(v), specs[v]) for v in operands}
+
+    def changed(ref: Ref) -> Ref:
+        return laid.get(ref.id, ref)
+
+    calls = [
+        dataclasses.replace(c, args=map_refs(c.args, changed), kwargs=map_refs(c.kwargs, changed))
+        for c in calls
+    ]
+    return [*context.emitted, *calls]
+
+
+def _with_strides_of_results(
+    context: LocalContext, specs: Sequence[Spec]
+) -> list[LocalInstruction]:
+    raw = {v: context.new_slot() for v in context.outputs if v is not None}
+    context.emitted = [
+        dataclasses.replace(c, outputs=tuple(o if o is None else raw.get(o, o) for o in c.outputs))
+        for c in context.emitted
+    ]
+    for value, slot in raw.items():
+        _laid_out(context, Ref(slot), specs[value], outputs=[value])
+    return list(context.emitted)
+
+
+def _laid_out(
+    context: LocalContext, part: Ref, spec: Spec, outputs: Sequence[int] | None = None
+) -> Ref:
+    """Gives a part strides in the order of the whole tensor's; it is copied only if it must be."""
+    order = memory_order(spec)
+    if order == list(range(spec.ndim)):
+        return context.emit(aten.contiguous.default, part, outputs=outputs)
+    inverse = [order.index(d) for d in range(spec.ndim)]
+    dense = context.emit(aten.contiguous.default, context.emit(aten.permute.default, part, order))
+    return context.emit(aten.permute.default, dense, inverse, outputs=outputs)
+
+
+def memory_order(spec: Spec) -> list[int]:
+    """Returns the dims from the one with the largest stride on."""
+    return sorted(range(spec.ndim), key=lambda d: (-spec.stride[d], spec.shape[d] == 1))
 
 
 def _devices(program: Program) -> tuple[Device, ...]:

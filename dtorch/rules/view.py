@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import PlacementError
-from ..lowering import LocalContext
+from ..lowering import LocalContext, memory_order
 from ..redistribution import Movement, Segment
 from ..spec import Spec
 from .sharding import ANY_REDUCTION, Dims, OpCall, Sharding, dim_names, moved, replicated, rule
@@ -78,8 +78,14 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
 
 @rule(aten.as_strided, aten.as_strided_copy, aten.as_strided_scatter)
 def as_strided(call: OpCall) -> Sharding:
-    """Elements by their place in memory, which only a whole tensor of known strides has."""
+    """Elements by their place in memory, which only a whole tensor of known strides has.
+
+    Strides that differ for dims of size one alone, as `adaptive_avg_pool2d` sets them, are a name.
+    """
     source = call.tensors[0]
+    if call.op is aten.as_strided.default and _is_as_before(source, call):
+        names = dim_names(source.shape)
+        return Sharding((names,), (names,), localize=_keep)
     if len(source.mesh.devices) > 1 and not _is_dense(source):
         raise PlacementError(
             f"{call.op} of a tensor with gaps or overlaps in memory: shape {list(source.shape)}, "
@@ -87,6 +93,20 @@ def as_strided(call: OpCall) -> Sharding:
             "  Fix: call contiguous() on it first, and stride over the result."
         )
     return dataclasses.replace(replicated(call), localize=_stride_locally)
+
+
+def _is_as_before(source: Spec, call: OpCall) -> bool:
+    shape, strides, offset = call["size"], call["stride"], call["storage_offset"]
+    given = zip(source.shape, source.stride, strides, strict=False)
+    return (
+        tuple(shape) == tuple(source.shape)
+        and not offset
+        and all(before == after for size, before, after in given if size != 1)
+    )
+
+
+def _keep(context: LocalContext) -> None:
+    context.emit(aten.alias.default, context.args[0], outputs=context.outputs)
 
 
 def _is_dense(spec: Spec) -> bool:
@@ -100,7 +120,7 @@ def _stride_locally(context: LocalContext) -> None:
     if not _is_dense(source):
         context.emit_default()
         return
-    order = sorted(range(source.ndim), key=lambda d: (-source.stride[d], source.shape[d] == 1))
+    order = memory_order(source)
     inverse = [order.index(d) for d in range(source.ndim)]
     permuted = context.emit(aten.permute.default, context.args[0], order)
     dense = context.emit(aten.clone.default, permuted, memory_format=torch.contiguous_format)
