@@ -140,7 +140,7 @@ class Compiled:
             changed = _rebind(target, values[output])
             # Below autograd, PyTorch has counted the change itself, if it counts it at all.
             if not below_autograd:
-                torch.autograd.graph.increment_version(changed)
+                _count(changed)
         for output, leaf, path in self.reformed:
             _reform(leaves[leaf], values[output], path)
         results: list[Any] = []
@@ -410,7 +410,15 @@ def _overwrite(tensor: Tensor, value: torch.Tensor) -> None:
     else:
         _reform(tensor, place(value, spec.mesh, (Replicate(),) * spec.mesh.ndim), None)
         changed = [tensor]
-    torch.autograd.graph.increment_version(changed)
+    _count(changed)
+
+
+def _count(changed: list[Tensor]) -> None:
+    """Counts a change, once where tensors share a counter, as views that autograd knows do."""
+    counted = [(t, t._version) for t in changed if not t.is_inference()]
+    for tensor, version in counted:
+        if tensor._version == version:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _reform(tensor: Tensor, value: Tensor, path: Path | None) -> None:

@@ -133,6 +133,13 @@ def _batch_norm(arguments: dict[str, Any], results: _Results) -> _Results:
     return (first, *(s.to(dtype) for s in saved), *rest)
 
 
+def _batch_norm_backward(arguments: dict[str, Any], results: _Results) -> _Results:
+    """What is not asked for is no tensor."""
+    return tuple(
+        r if wanted else None for r, wanted in zip(results, arguments["output_mask"], strict=True)
+    )
+
+
 def _layer_norm(arguments: dict[str, Any], results: _Results) -> _Results:
     first, *statistics = results
     return (first, *(s.to(_statistics_dtype(arguments)) for s in statistics))
@@ -192,6 +199,7 @@ _CORRECTIONS: dict[torch._ops.OpOverload, Callable[[dict[str, Any], _Results], _
     aten._native_batch_norm_legit.no_stats: _batch_norm,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten._batch_norm_with_update_functional.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_layer_norm.default: _layer_norm,
     aten.convolution.default: _convolution(aten.convolution.default),
     aten.convolution_backward.default: _convolution(aten.convolution_backward.default),

@@ -4,6 +4,9 @@ PyTorch's backward of a linear layer flattens batch and sequence before it multi
 would gather a tensor that is sharded over both. `fold_mm` is that product with its dims kept
 apart; every device flattens its own shard.
 
+`mkldnn_rnn_layer` is PyTorch's LSTM layer, whose kernel keeps what its backward reads only where
+gradients are recorded, which workers never do.
+
 PyTorch checks what it has factored by an operation without results. `checked` gives what it has
 checked, so that a failure is one of the values that are computed with it.
 
@@ -30,6 +33,20 @@ _library.impl("fold_mm", _fold_mm, "CompositeImplicitAutograd")
 
 fold_mm = torch.ops.dtorch.fold_mm.default
 """``... m, ... k -> m k``: the matrix product over all leading dims."""
+
+
+_library.define(str(torch.ops.aten.mkldnn_rnn_layer.default._schema).removeprefix("aten::"))
+
+
+def _mkldnn_rnn_layer(*args: Any) -> tuple[torch.Tensor, ...]:
+    with torch.enable_grad():
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args)
+
+
+_library.impl("mkldnn_rnn_layer", _mkldnn_rnn_layer, "CompositeImplicitAutograd")
+
+mkldnn_rnn_layer = torch.ops.dtorch.mkldnn_rnn_layer.default
+"""The aten operation of that name, with its workspace."""
 
 
 _library.define("checked(Tensor[] values, Tensor info, str name, bool is_matrix) -> Tensor[]")

@@ -152,17 +152,22 @@ def _directly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _with_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Lets autograd record the call; every operation below it is a program of its own."""
-    leaves, treespec = flatten((args, kwargs))
-    mesh = mesh_of(leaves)
-    leaves = [as_distributed(leaf, mesh) for leaf in leaves]
+    given, treespec = flatten((args, kwargs))
+    mesh = mesh_of(given)
+    leaves = [as_distributed(leaf, mesh) for leaf in given]
+    copies = [pair for pair in zip(given, leaves, strict=True) if pair[0] is not pair[1]]
+    before = [copy._version for _, copy in copies]
     args, kwargs = unflatten(treespec, leaves)
     if mesh.stage is not None and not is_strict():
         args, kwargs = on_latest_stage(func, args, kwargs, moved)
     substitute = gradients.SUBSTITUTES.get(func)
     with torch._C.DisableTorchFunctionSubclass(), replaying_views():
-        if substitute is not None:
-            return substitute(*args, **kwargs)
-        return func(*args, **kwargs)
+        result = (substitute or func)(*args, **kwargs)
+        for (plain, copy), version in zip(copies, before, strict=True):
+            if copy._version != version:
+                plain.copy_(ToTorch.apply(copy))
+                result = plain if result is copy else result
+    return result
 
 
 def as_distributed(leaf: Any, mesh: DeviceMesh) -> Any:
@@ -185,6 +190,20 @@ class FromTorch(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         return grad.to_torch().to(ctx.device), None
+
+
+class ToTorch(torch.autograd.Function):
+    """The value of a tensor as a torch tensor; its gradient comes back on the mesh."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Any) -> Any:
+        ctx.mesh = source.device_mesh
+        return source.to_torch()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        return place(grad, ctx.mesh, (Replicate(),) * ctx.mesh.ndim)
 
 
 def _set_data(target: Tensor, value: Any) -> None:
@@ -242,6 +261,7 @@ def _run_new(
     name: str,
 ) -> Any:
     check_not_on_worker("calling a torch function")
+    asked = func
     func, leaves = in_its_storage(func, leaves)
     dynamic = (float, int) if isinstance(func, _BUILTIN) else (float,)
     arguments = Arguments(leaves, dynamic, mesh)
@@ -255,9 +275,23 @@ def _run_new(
     if entry is _ON_HOST:
         return _on_host(func, arguments, treespec)
     cache, run = (_operations, _run_below) if below_autograd else (_calls, _run_above)
-    if call is not None and func not in STORAGE_FUNCTIONS:
+    is_plain = func is asked and func not in STORAGE_FUNCTIONS
+    if is_plain and not below_autograd and _is_of_autograd(entry):
+        if call is not None:
+            memo.remember(cache, call, treespec, arguments, static, entry, run, False, _directly)
+        return _directly(func, *unflatten(treespec, leaves))
+    if call is not None and is_plain:
         memo.remember(cache, call, treespec, arguments, static, entry, run, check_aliases=False)
     return unflatten(entry.treespec, run(entry, arguments))
+
+
+def _is_of_autograd(compiled: Compiled) -> bool:
+    """Whether autograd has to see a call of which nothing requires grad: it makes views.
+
+    A write to a view, of what requires grad, is a write to its base.
+    """
+    tracked = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    return tracked and any(output.kind == "alias" for output in compiled.outputs)
 
 
 _RESIZES = {

@@ -69,6 +69,7 @@ def remember(
     compiled: Compiled,
     run: Callable[[Compiled, Arguments], list[Any]],
     check_aliases: bool,
+    through_autograd: Callable[..., Any] | None = None,
 ) -> None:
     """Tells a cache how to run a call again; before it runs, which may change its arguments.
 
@@ -81,11 +82,41 @@ def remember(
         compiled: The traced call.
         run: Runs it on the leaves, for a call that does more than the cache can.
         check_aliases: A write to an argument is refused where it is also given otherwise.
+        through_autograd: Makes the call, where autograd has to see it.
     """
     if compiled.untried or not cache.wants(*call):
         return
     numbered = unflatten(treespec, list(range(len(arguments.leaves))))
-    cache.remember(*call, numbered, _made(arguments, static, compiled, run, check_aliases))
+    if through_autograd is None:
+        made = _made(arguments, static, compiled, run, check_aliases)
+    else:
+        made = _made_by_autograd(call.token, treespec, arguments, static, through_autograd)
+    cache.remember(*call, numbered, made)
+
+
+def _made_by_autograd(
+    function: Any,
+    treespec: Any,
+    arguments: Arguments,
+    static: tuple[int, ...],
+    through_autograd: Callable[..., Any],
+) -> dict[str, Any]:
+    def slow(leaves: list[Any]) -> Any:
+        return through_autograd(function, *unflatten(treespec, leaves))
+
+    return _made_in_python(slow, arguments, static) | {"is_autograds": True}
+
+
+def _made_in_python(
+    slow: Callable[[list[Any]], Any], arguments: Arguments, static: tuple[int, ...]
+) -> dict[str, Any]:
+    return {
+        "slow": slow,
+        "read": static,
+        "traced": [(number, arguments.key[number]) for number in arguments.tensors],
+        "program": None,
+        "is_autograds": False,
+    }
 
 
 def _made(
@@ -100,12 +131,7 @@ def _made(
     def slow(leaves: list[Any]) -> Any:
         return unflatten(compiled.treespec, run(compiled, again(leaves)))
 
-    made = {
-        "slow": slow,
-        "read": static,
-        "traced": [(number, arguments.key[number]) for number in arguments.tensors],
-        "program": None,
-    }
+    made = _made_in_python(slow, arguments, static)
     if not _is_simple(compiled, check_aliases):
         return made
     specs, outputs = compiled.program.specs, compiled.outputs

@@ -1,10 +1,13 @@
 """Gradients where autograd needs help: index assignment, autocast, hidden mutation, jit."""
 
 import copy
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from layouts import sample
 
 import dtorch
 from dtorch import Replicate, Shard
@@ -326,3 +329,83 @@ def test_the_gradient_of_a_product_is_pytorchs(wrap: Any, options: Any, zeros: i
         for mine, theirs in zip(found, expected, strict=False):
             torch.testing.assert_close(plain(mine), theirs.detach(), rtol=1e-5, atol=1e-5)
         assert len(mesh.devices) > 1 or torch.equal(plain(found[0]), expected[0].detach())
+
+
+# -- writes through views and to torch tensors ---------------------------------------------------
+
+
+def _written_through_views(draw: Any, make: Callable[[torch.Tensor, bool], Any]) -> list[Any]:
+    """Views of tensors that require no grad, and writes to them of what does."""
+    a, b = make(torch.arange(12.0).reshape(3, 4) + 1, True), make(torch.arange(6.0) + 0.5, True)
+    tensors = [make(torch.zeros(3, 4), False), make(torch.ones(4, 6), False)]
+    for _ in range(draw.randint(2, 6)):
+        t, value = draw.choice(tensors), draw.choice((a, b))
+        value = value.sum() if draw.random() < 0.5 else value.reshape(-1)[0]
+        match draw.randrange(9):
+            case 0:
+                tensors.append(t[..., : t.shape[-1] // 2 + 1])
+            case 1 if t.is_contiguous():
+                tensors.append(t.view(-1))
+            case 2 if t.ndim > 1:
+                tensors.append(t.transpose(0, 1))
+            case 3 if t.ndim > 1:
+                tensors.append(t[0])
+            case 4:
+                tensors.append(t.narrow(0, 0, max(t.shape[0] - 1, 1)))
+            case 5:
+                t.add_(value)
+            case 6:
+                t.mul_(value)
+            case 7:
+                t[0] = value
+            case _:
+                t.add_(draw.choice(tensors).sum())
+    loss = sum((t * (i + 1)).sum() for i, t in enumerate(tensors))
+    if not loss.requires_grad:
+        return [t.detach() for t in tensors]
+    grads = torch.autograd.grad(loss, (a, b), allow_unused=True)
+    return [*(t.detach() for t in tensors), *grads, *(t.requires_grad for t in tensors)]
+
+
+def _outcome(seed: int, make: Callable[[torch.Tensor, bool], Any]) -> list[Any]:
+    try:
+        return _written_through_views(random.Random(seed), make)
+    except RuntimeError as error:  # PyTorch refuses some writes
+        return [str(error)]
+
+
+@pytest.mark.parametrize("seed", sample(range(200), 40, 0))
+def test_what_is_written_through_a_view_has_its_gradient(seed: int) -> None:
+    expected = _outcome(seed, lambda t, g: t.clone().requires_grad_(g))
+    for placement in (Replicate(), Shard(0), Shard(-1)):
+
+        def make(t: torch.Tensor, requires_grad: bool, placement: Any = placement) -> Any:
+            made = dtorch.tensor(t, device_mesh=PAIR, placements=[placement])
+            return made.requires_grad_(requires_grad)
+
+        for ours, theirs in zip(_outcome(seed, make), expected, strict=True):
+            if isinstance(theirs, torch.Tensor):
+                torch.testing.assert_close(ours.to_torch(), theirs)
+            else:
+                assert ours == theirs
+
+
+def test_a_torch_tensor_that_is_written_to_twice_has_both_writes() -> None:
+    def run(d: Any) -> list[Any]:
+        w = torch.full((4,), 2.0, requires_grad=True)
+        fresh, made = torch.zeros(4), w * 1
+        for target in (fresh, made):
+            assert target.add_(d) is target
+            target.mul_(d * 3)
+            target[1:].add_(d[1:])
+        (fresh * made).sum().backward()
+        return [fresh.detach(), made.detach(), w.grad]
+
+    d = torch.arange(4.0) + 1
+    plain = d.clone().requires_grad_()
+    distributed = dtorch.tensor(d, device_mesh=PAIR, placements=[Shard(0)])
+    distributed.requires_grad_()
+    for ours, theirs in zip(run(distributed), run(plain), strict=True):
+        assert type(ours) is torch.Tensor
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(distributed.grad.to_torch(), plain.grad)

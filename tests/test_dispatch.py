@@ -625,6 +625,9 @@ def test_as_strided_of_a_view_reads_the_storage() -> None:
     reached.fill_(9)
     assert (x.tolist(), view.tolist()) == ([9, 9, 2, 3, 4, 5], [9, 2, 3, 4, 5])
     alone = dtorch.arange(6)[1:]
+    assert alone.as_strided((2,), (1,), 0).tolist() == [0, 1]  # autograd keeps its base
+    with torch.no_grad():
+        alone = dtorch.arange(6)[1:]
     alone.add_(1)  # nobody sees the rest any more
     with pytest.raises(dtorch.errors.MutationError, match="reads the storage of its base"):
         alone.as_strided((2,), (1,), 0)

@@ -31,7 +31,7 @@ def remember(
     args, kwargs = call
     leaves, treespec = flatten((args, kwargs))
     traced = [(i, t._spec) for i, t in enumerate(leaves) if isinstance(t, dtorch.Tensor)]
-    made = {"slow": slow, "read": read, "traced": traced, "program": None}
+    made = {"slow": slow, "read": read, "traced": traced, "program": None, "is_autograds": False}
     numbered = unflatten(treespec, list(range(len(leaves))))
     cache.remember(token, args, kwargs, numbered, made)
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import PAIR, SUM, R, S, case, spread, sweep, values
+from layouts import PAIR, SUM, TRIPLE, R, S, case, spread, sweep, values
 
 import dtorch
 
@@ -70,3 +70,20 @@ def test_outer_dims_stay_sharded_and_weight_gradients_are_partial():
     program = dtorch.jit(_backward(True, True, True)).program(*tensors, *weights)
     assert [program.specs[o].placements for o in program.outputs] == [(S(0),), (SUM,), (SUM,)]
     assert program.communication() == []
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, dtorch.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("placement", [R, S(0), S(1)])
+def test_batch_norm_whose_input_needs_no_gradient(wrap, placement):
+    """The kernel gives no gradient of the input; those of the channels are in their places."""
+    x, weight, bias = values((6, 5)), values((5,)), values((5,)) + 1
+
+    def loss(weight, bias, x):
+        return torch.nn.functional.batch_norm(x, None, None, weight, bias, True).square().sum()
+
+    expected = torch.func.grad(loss, argnums=(0, 1))(weight, bias, x)
+    for channels in (R, S(0)):
+        given = spread(weight, TRIPLE, [channels]), spread(bias, TRIPLE, [R])
+        found = wrap(dtorch.grad(loss, argnums=(0, 1)))(*given, spread(x, TRIPLE, [placement]))
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.to_torch(), theirs, rtol=1e-4, atol=1e-4)

@@ -241,7 +241,12 @@ def test_a_call_is_not_remembered_for_a_tensor_that_was_reduced_meanwhile() -> N
     q = dtorch.ones(4, device_mesh=TWO, placements=[Partial()])
     _ = q * q
     cache = NATIVE.CallCache(True, False, 8)
-    made = {"slow": lambda leaves: "for the partial one", "read": (), "program": None}
+    made = {
+        "slow": lambda leaves: "for the partial one",
+        "read": (),
+        "program": None,
+        "is_autograds": False,
+    }
     made["traced"] = [(0, p._spec)]
     cache.remember("token", (q,), {}, ((0,), {}), made)  # as if another thread had reduced it
     assert cache.call("token", (q,), {}) is NATIVE.MISSED

@@ -334,6 +334,7 @@ struct Entry {
   std::vector<int> order;   // for each leaf of the Python path, its place among the leaves here
   py::object kept;          // what the key names by address
   py::object slow;          // runs the call on the leaves in Python, where C++ cannot
+  bool is_autograds = false;  // autograd has to see it, as where it makes a view
   ProgramPtr program;       // none where C++ never can
   std::vector<int> inputs;  // places of leaves; ~i is the i-th captured tensor
   std::vector<py::object> captures;
@@ -363,7 +364,7 @@ class CallCache {
                 key.dict(kwargs, nullptr);
     bool records = fits && is_differentiable(key);
     differentiable = records && key.one_mesh;
-    return fits && !records ? run(key, since) : py::object();
+    return fits && !records ? run(key, since, differentiable) : py::object();
   }
   py::object call_method(PyObject* token, PyObject* const* args, size_t count, PyObject* names,
                          bool& differentiable) {
@@ -373,7 +374,7 @@ class CallCache {
                 key.named(names, args + count);
     bool records = fits && is_differentiable(key);
     differentiable = records && key.one_mesh;
-    return fits && !records ? run(key, since) : py::object();
+    return fits && !records ? run(key, since, differentiable) : py::object();
   }
 
   // Whether a call can be remembered and is not.
@@ -451,6 +452,7 @@ class CallCache {
     Entry entry;
     entry.order = place;
     entry.slow = made["slow"];
+    entry.is_autograds = py::cast<bool>(made["is_autograds"]);
     if (made["program"].is_none()) return entry;
     entry.program = py::cast<std::shared_ptr<Program>>(made["program"]);
     for (const auto& source : py::list(made["inputs"])) {
@@ -516,11 +518,12 @@ class CallCache {
     return nullptr;
   }
 
-  py::object run(Encoder& key, int64_t since) {
+  py::object run(Encoder& key, int64_t since, bool& differentiable) {
     if (on_worker()) return py::object();
     std::shared_ptr<Entry> entry = find(key);  // kept, should the call clear the cache
     if (!entry) return py::object();
     hits++;
+    if (entry->is_autograds) return differentiable = true, py::object();
     Wrapper* target = entry->written < 0 ? nullptr : wrapper_of(key.leaves[entry->written_leaf]);
     Site site;
     if (target) {  // found first, which may run Python: from reading to writing, no other thread may
