@@ -31,6 +31,7 @@ from .decision import flattened, has_rule
 from .errors import DataDependentError, MutationError, TraceError
 from .handlers import SPECIAL
 from .infer import infer, meta_tensor
+from .lowering import memory_order
 from .mesh import DeviceMesh
 from .parts import dense_stride
 from .placement import Placements, Replicate, Shard
@@ -548,7 +549,7 @@ class Tracer:
         self._check_writable(op, args, kwargs)
         if form.draws:
             args = self._filled_anew(form, written, args)
-            results = self._draw(form.op, *form.arguments(args, kwargs))
+            results = self._drawn(form, args, kwargs)
         else:
             results = form.record(self, args, kwargs)
         # A functional form returns what the operation does, and after it the written arguments.
@@ -570,8 +571,27 @@ class Tracer:
         fills = form.op.overloadpacket in functionalization.FILLS and not form.dropped
         if not fills or not _is_split(written[0]._spec):
             return args
-        with self._mode, self.factories(written[0].device_mesh, None):
-            return (torch.empty(written[0].shape, dtype=written[0].dtype), *args[1:])
+        target = written[0]
+        with self._mode, self.factories(target.device_mesh, None):
+            # A kernel draws in the order of memory.
+            stride = torch.empty_like(meta_tensor(target._spec)).stride()
+            return (torch.empty_strided(target.shape, stride, dtype=target.dtype), *args[1:])
+
+    def _drawn(
+        self, form: functionalization.Form, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Draws in the order of memory, as an operation in place does.
+
+        Of those that return a new tensor, `bernoulli` does not: it is contiguous.
+        """
+        order = memory_order(self.lift(args[0])._spec)
+        if form.op.overloadpacket is not aten.bernoulli or order == sorted(order):
+            return self._draw(form.op, *form.arguments(args, kwargs))
+        with self._mode:
+            args = tuple(a.permute(order) if _has_dims(a, order) else a for a in args)
+        first, *rest = self._draw(form.op, *form.arguments(args, kwargs))
+        inverse = [order.index(d) for d in range(len(order))]
+        return [*self.builder.apply(aten.permute.default, (Ref(first), inverse), {}), *rest]
 
     def _refuse_tracked_capture(
         self, targets: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -660,6 +680,10 @@ def _is_split(spec: Spec) -> bool:
 
 def _as_list(results: Any) -> list[Any]:
     return list(results) if isinstance(results, tuple) else [results]
+
+
+def _has_dims(value: Any, dims: Sequence[int]) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == len(dims)
 
 
 @functools.lru_cache(maxsize=4096)

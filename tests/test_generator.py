@@ -61,6 +61,11 @@ ON_TENSORS: dict[str, Callable[[Any], Any]] = {
     "kaiming_uniform_": lambda x: torch.nn.init.kaiming_uniform_(torch.empty_like(x)),
     "randperm": lambda x: x[torch.randperm(x.shape[0])],
     "gumbel_softmax": lambda x: F.gumbel_softmax(x),
+    "of the transposed, normal_": lambda x: torch.empty_like(x.T).normal_(),
+    "of the transposed, bernoulli_": lambda x: x.clone().T.bernoulli_(0.3),
+    "of the transposed, bernoulli_ of a tensor": lambda x: x.clone().T.bernoulli_(x.T.sigmoid()),
+    "of the transposed, dropout": lambda x: F.dropout(x.T, 0.4),
+    "of every second, uniform_": lambda x: x.clone()[:, ::2].uniform_(),
     "two draws": lambda x: torch.rand_like(x) - torch.randn_like(x),
 }
 
