@@ -49,10 +49,9 @@ from .tracing_modes import DispatchMode, FunctionMode, compiling, replaying_view
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_lock = threading.RLock()
-os.register_at_fork(
-    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-)
+lock = threading.RLock()
+"""Held while a thread traces, or has the tensors of a module exchanged (`nn.functionalize`)."""
+os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 class _Current(threading.local):
@@ -118,7 +117,7 @@ class Tracer:
         """Makes this the trace that records operations on this thread."""
         before = torch.default_generator.get_state()
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_lock)
+            stack.enter_context(lock)
             stack.enter_context(compiling())
             stack.enter_context(replaying_views())
             stack.enter_context(FunctionMode(self))

@@ -7,11 +7,16 @@ are the names of the module's `state_dict`. So a plan of `dtorch.parallel` lays 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from .. import aliases, generator, tracer
+from ..tree import flatten
 
 __all__ = ["Apply", "functionalize"]
 
@@ -46,23 +51,40 @@ class Apply:
         A buffer that the module changes, as batch normalisation in training mode does, is changed
         in `params`, in place; so is one that the module assigns anew. Inside `jit` that is what
         happens to every argument that is changed: the caller's tensor has the new value after
-        the call.
+        the call. Any other tensor that the module keeps (an attribute, a buffer that was None) is
+        gone after the call: the module has in its place what it had before.
+
+        Blocking: while another thread calls an `apply`, or traces: modules share tensors.
 
         Raises:
             ValueError: `params` has not the module's leaves; all that are missing or not known
-                are listed. Or the module assigned a tensor of another shape to a name.
+                are listed. Or the module assigned a tensor of another shape or dtype to a name,
+                or different tensors to names that are tied.
+            RuntimeError: The module is differentiated and uses activation checkpointing, whose
+                second computation would be with the module's own parameters.
         """
         given = dict(_walk(params))
         self._check_names(given)
-        before = {name: given[leaf] for name, leaf in self._leaf_of.items()}
-        values = dict(before)
-        result = torch.func.functional_call(
-            self.module, values, args, kwargs, tie_weights=False, strict=False
-        )
-        for name, value in values.items():
-            if value is not before[name]:
-                _assign(name, before[name], value)
+        values = {name: given[leaf] for name, leaf in self._leaf_of.items()}
+        with _alone(), _holding(self.module, values), _recomputing_refused(self.__name__):
+            first = torch.autograd._get_sequence_nr()
+            result = self.module(*args, **kwargs)
+            if _is_recomputed(result, first):
+                raise RuntimeError(_recomputes(self.__name__))
+        for name, value in self._assigned(given, values).items():
+            _assign(name, given[name], value)
         return result
+
+    def _assigned(self, given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+        """The leaves that have been assigned anew, and their values."""
+        for name, leaf in self.tied.items():
+            if values[name] is not values[leaf]:
+                raise ValueError(
+                    f"the module assigns different tensors to {leaf} and {name}, which are tied: "
+                    "they are one leaf of the tree.\n"
+                    "  Fix: register a copy, buffer.clone(), under one of the names."
+                )
+        return {n: values[n] for n in self.leaves if values[n] is not given[n]}
 
     def __repr__(self) -> str:
         return f"<apply of {self.__name__}: {len(self.leaves)} leaves>"
@@ -120,6 +142,8 @@ def functionalize(module: nn.Module) -> tuple[dict[str, Any], Apply]:
 
     Raises:
         TypeError: It is not a module.
+        ValueError: Buffers share memory without being one tensor, as views of each other do. As
+            leaves they would be copies, and a change of one would not be seen in the other.
 
     Source: `torch.func.functional_call`; the pair is that of `flax.linen.Module.init` and
         `apply`.
@@ -133,6 +157,7 @@ def functionalize(module: nn.Module) -> tuple[dict[str, Any], Apply]:
         raise TypeError(f"functionalize takes a torch.nn.Module, not {type(module).__name__}.")
     apply = Apply(module)
     named = dict(_named_tensors(module))
+    _check_memory({n: named[n] for n in apply.leaves if n in apply.buffers})
     leaves = {
         n: t.detach().clone() if n in apply.buffers else t.detach()
         for n, t in named.items()
@@ -173,13 +198,134 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """A context in which no other thread calls an `apply`.
+
+    A trace holds the lock of tracing already. Without one, what the call does may need the locks
+    that are taken before that one, so they are taken first.
+    """
+    if tracer.current() is not None:
+        yield
+        return
+    with aliases.lock, generator.lock, tracer.lock:
+        yield
+
+
+@contextlib.contextmanager
+def _holding(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
+    """A context in which a module has these tensors.
+
+    At its end `values` has the tensors that the module has by then, and every slot and attribute
+    of it that holds a tensor has what it had before.
+    """
+    parts = dict(module.named_modules(remove_duplicate=False))
+    registered = [d for p in module.modules() for d in (p._parameters, p._buffers)]
+    attributes = [vars(p) for p in module.modules()]
+    before = [(d, dict(d)) for d in registered], [(d, dict(d)) for d in attributes]
+    slots = {name: _slot(parts, name) for name in values}
+    try:
+        for name, (slot, own) in slots.items():
+            slot[own] = values[name]
+        yield
+        values.update({name: slot.get(own) for name, (slot, own) in slots.items()})
+    finally:
+        for slot, held in before[0]:
+            slot.clear()
+            slot.update(held)
+        for found, held in before[1]:
+            _restore(found, held)
+
+
+def _slot(parts: Mapping[str, nn.Module], name: str) -> tuple[dict[str, Any], str]:
+    """The dict of a module that holds what has this name, and the key in it."""
+    path, _, own = name.rpartition(".")
+    part = parts[path]
+    return (part._parameters if own in part._parameters else part._buffers), own
+
+
+def _restore(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Puts back what attributes were that have become tensors, or other tensors."""
+    for name, value in list(attributes.items()):
+        if isinstance(value, torch.Tensor) and value is not before.get(name):
+            del attributes[name]
+            if name in before:
+                attributes[name] = before[name]
+
+
+def _recomputing_refused(name: str) -> contextlib.AbstractContextManager[None]:
+    """A context that refuses hooks on what autograd saves: checkpointing recomputes by them.
+
+    Not where the caller has put some around the call, since they would be off as well.
+    """
+    trace = tracer.current()
+    records = torch.is_grad_enabled() and (trace is None or trace.with_autograd)
+    if not records or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.disable_saved_tensors_hooks(_recomputes(name))
+
+
+def _recomputes(name: str) -> str:
+    return (
+        f"{name} uses activation checkpointing, or other hooks on saved tensors, while it is "
+        "differentiated: the backward would compute it again when the module has its own "
+        "parameters back, not those of the call.\n"
+        "  Fix: module.gradient_checkpointing_disable() for a model of transformers, or call "
+        "without torch.utils.checkpoint."
+    )
+
+
+def _is_recomputed(result: Any, first: int) -> bool:
+    """Whether the graph of a result, from a sequence number on, has a reentrant checkpoint."""
+    tensors = [t for t in flatten(result)[0] if isinstance(t, torch.Tensor)]
+    nodes: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, CheckpointFunction._backward_cls):  # pyright: ignore[reportAttributeAccessIssue]
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                if following._sequence_nr() >= first:
+                    nodes.append(following)
+    return False
+
+
+def _check_memory(buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raises if different buffers share memory."""
+    spans: dict[int, list[tuple[str, tuple[Any, ...], int, int]]] = {}
+    wrong = []
+    for name, tensor in buffers.items():
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+            continue
+        start = tensor.storage_offset() * tensor.itemsize
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        end = start + (last + 1) * tensor.itemsize if tensor.numel() else start
+        form = tensor.shape, tensor.stride(), start, tensor.dtype
+        others = spans.setdefault(tensor.untyped_storage()._cdata, [])
+        wrong += [
+            f"  {other} and {name}"
+            for other, known, low, high in others
+            if known != form and low < end and start < high
+        ]
+        others.append((name, form, start, end))
+    if wrong:
+        raise ValueError(
+            "these buffers share memory, and would be separate leaves of the tree:\n"
+            + "\n".join(wrong)
+            + "\n  Fix: register a copy, buffer.clone(), or take the view in forward."
+        )
+
+
 def _assign(name: str, leaf: torch.Tensor, value: Any) -> None:
     """Gives a leaf the value that the module has assigned to its name."""
-    if not isinstance(value, torch.Tensor) or value.shape != leaf.shape:
-        what = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    is_tensor = isinstance(value, torch.Tensor)
+    if not is_tensor or (value.shape, value.dtype) != (leaf.shape, leaf.dtype):
+        what = f"{value.dtype} {list(value.shape)}" if is_tensor else type(value).__name__
         raise ValueError(
-            f"the module assigns {what} to {name}, which is {list(leaf.shape)} in the tree.\n"
-            "  Fix: keep the shape, or return the value."
+            f"the module assigns {what} to {name}, which is {leaf.dtype} {list(leaf.shape)} in "
+            "the tree.\n  Fix: keep the shape and the dtype, or return the value."
         )
     with torch.no_grad():
         leaf.copy_(value)
