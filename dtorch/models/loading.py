@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..errors import CheckpointError
 from ..nn import Apply, functionalize
 from ..parallel import Joined, load, plan_from_huggingface
 from ..parallel.huggingface import model_class
+from ..parallel.loading import check_dtype
 from ..parallel.plan import Meshes, Plan
 
 __all__ = ["empty_model", "from_pretrained"]
@@ -36,7 +38,8 @@ def from_pretrained(
         mesh: The mesh; or meshes by path pattern, as of `stages_from_huggingface`.
         plan: A plan over the names of the parameters; that which the model carries, of
             `plan_from_huggingface`, if None.
-        dtype: The dtype of the floating parameters; that of the checkpoint if None.
+        dtype: The dtype of the floating parameters; that of the checkpoint if None. Buffers keep
+            theirs, and what the model's class keeps in float32 beside it is in float32.
         model: The model's class in `transformers`; that which config.json names if None.
         **settings: Changes to the configuration, `attn_implementation` and
             `experts_implementation` among them.
@@ -51,13 +54,19 @@ def from_pretrained(
         FileNotFoundError: The folder lacks config.json or the weights.
         CheckpointError: The checkpoint does not hold the model's parameters; all that do not fit
             are listed. Or it holds some in a form that only `transformers` can convert.
+        TypeError: An argument is of another type.
         PlacementError: As for `dtorch.parallel.shard`.
-        ValueError: As for `plan_from_huggingface`, if there is no `plan`.
+        ValueError: As for `plan_from_huggingface`, if there is no `plan`. Or `dtype` is not floating.
 
     Source: `transformers.PreTrainedModel.from_pretrained`.
     """
     from transformers import AutoConfig, GenerationConfig
 
+    check_dtype(dtype)
+    if isinstance(model, str):
+        raise TypeError(
+            f"model is {model!r}, and must be a class.\n  Fix: model=transformers.{model}."
+        )
     path = Path(folder)
     if not (path / "config.json").exists():
         raise FileNotFoundError(f"{path} has no config.json.")
@@ -76,9 +85,20 @@ def from_pretrained(
         tied=apply.tied,
         rename=conversion.rename,
         join=conversion.join,
-        dtype=dtype,
+        dtype=functools.partial(_dtype_of, module, apply, dtype),
     )
     return loaded, apply
+
+
+def _dtype_of(
+    module: Any, apply: Apply, dtype: torch.dtype | None, name: str
+) -> torch.dtype | None:
+    """The dtype of a leaf, or None for that of the checkpoint."""
+    plan: dict[str, torch.dtype] = module._get_dtype_plan(dtype or module.config.dtype)
+    for pattern, kept in plan.items():
+        if re.search(pattern.replace("*", ".*"), name):
+            return kept
+    return None if name in apply.buffers else dtype
 
 
 def empty_model(config: Any, model: Any = None) -> Any:

@@ -67,7 +67,7 @@ class Apply:
         self._check_names(given)
         values = {name: given[leaf] for name, leaf in self._leaf_of.items()}
         with _alone(), _holding(self.module, values), _recomputing_refused(self.__name__):
-            first = torch.autograd._get_sequence_nr()
+            first = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
             result = self.module(*args, **kwargs)
             if _is_recomputed(result, first):
                 raise RuntimeError(_recomputes(self.__name__))
@@ -220,7 +220,9 @@ def _holding(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
     of it that holds a tensor has what it had before.
     """
     parts = dict(module.named_modules(remove_duplicate=False))
-    registered = [d for p in module.modules() for d in (p._parameters, p._buffers)]
+    registered: list[dict[str, Any]] = []
+    for part in module.modules():
+        registered += [part._parameters, part._buffers]
     attributes = [vars(p) for p in module.modules()]
     before = [(d, dict(d)) for d in registered], [(d, dict(d)) for d in attributes]
     slots = {name: _slot(parts, name) for name in values}
@@ -260,7 +262,8 @@ def _recomputing_refused(name: str) -> contextlib.AbstractContextManager[None]:
     """
     trace = tracer.current()
     records = torch.is_grad_enabled() and (trace is None or trace.with_autograd)
-    if not records or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    if not records or autograd._top_saved_tensors_default_hooks(True) is not None:
         return contextlib.nullcontext()
     return torch.autograd.graph.disable_saved_tensors_hooks(_recomputes(name))
 
@@ -282,7 +285,7 @@ def _is_recomputed(result: Any, first: int) -> bool:
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        if isinstance(node, CheckpointFunction._backward_cls):  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(node, CheckpointFunction._backward_cls):
             return True
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
@@ -299,7 +302,7 @@ def _check_memory(buffers: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in buffers.items():
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
             continue
-        start = tensor.storage_offset() * tensor.itemsize
+        start = int(tensor.storage_offset()) * tensor.itemsize
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         end = start + (last + 1) * tensor.itemsize if tensor.numel() else start
         form = tensor.shape, tensor.stride(), start, tensor.dtype

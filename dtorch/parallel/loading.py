@@ -61,7 +61,7 @@ def load(
     tied: Mapping[str, str] | None = None,
     rename: Callable[[str], str | None] | None = None,
     join: Callable[[Sequence[str]], Mapping[str, Joined]] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Callable[[str], torch.dtype | None] | None = None,
 ) -> Any:
     """Returns the tensors of a safetensors checkpoint, laid out over a mesh as a plan says.
 
@@ -82,8 +82,8 @@ def load(
             tensor out.
         join: Given the names after `rename`, says which tensors of the result are put together
             from several of the checkpoint.
-        dtype: The dtype of the result's floating tensors; that of the checkpoint if None. (A leaf
-            of `like` gives no dtype.)
+        dtype: The dtype of the result's floating tensors, or what gives it for a name in the
+            result; that of the checkpoint if None. (A leaf of `like` gives no dtype.)
 
     Returns:
         A tree in the structure of `like`; without it nested dicts, keyed by the parts of the
@@ -94,15 +94,20 @@ def load(
 
     Raises:
         FileNotFoundError: There is no such file.
+        TypeError: An argument is of another type.
+        ValueError: `dtype` is not floating.
         CheckpointError: The checkpoint lacks leaves of `like`, has others, or has them in another
-            shape; one error lists them all.
+            shape; or two of its tensors have one name, or a name is that of a part of another; one
+            error lists them all. Or a file is no safetensors file, or no index of such files.
         PlacementError: As for `shard`.
         MeshError: As for `shard`.
     """
+    _check_arguments(mesh, plan, like, dtype)
     found = _renamed(_stored(_files(Path(folder))), rename)
     sources = _sources(found, tied or {}, join)
     shapes = {name: _shape(source, found) for name, source in sources.items()}
     if like is None:
+        _check_nesting(Path(folder), sources)
         wanted, kept, treespec = list(sources), {}, None
     else:
         wanted, leaves, treespec = leaf_names(like)
@@ -111,13 +116,57 @@ def load(
     ndims = {n: len(shapes[n]) if n in shapes else kept[n].ndim for n in wanted}
     where = layouts(ndims, mesh, plan or {})
     read = {
-        name: _read(part, shapes[name], *where[name], dtype)
+        name: _read(part, shapes[name], *where[name], dtype(name) if callable(dtype) else dtype)
         for name, part in _parts(sources, found, f"loading {folder}")
     }
     if treespec is None:
         return _nested({name: read[name] for name in wanted})
     results = [read[n] if n in read else placed(kept[n], *where[n]) for n in wanted]
     return unflatten(treespec, results)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raises if what is given for floating tensors is no floating dtype."""
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(
+            f"dtype is {dtype!r}, and must be a torch.dtype.\n"
+            "  Fix: dtype=torch.bfloat16, for example; None for that of the checkpoint."
+        )
+    if not dtype.is_floating_point:
+        raise ValueError(
+            f"dtype is {dtype}, which is not floating.\n"
+            "  Fix: dtype=torch.bfloat16, for example; None for that of the checkpoint."
+        )
+
+
+def _check_arguments(mesh: Any, plan: Any, like: Any, dtype: Any) -> None:
+    meshes = list(mesh.values()) if isinstance(mesh, Mapping) else [mesh]
+    if not all(isinstance(m, DeviceMesh) for m in meshes):
+        raise TypeError(
+            f"mesh is {mesh!r}, and must be a DeviceMesh, or DeviceMeshes by path pattern.\n"
+            '  Fix: dtorch.init_device_mesh("cuda", (8,), mesh_dim_names=("tp",)), for example.'
+        )
+    if plan is not None and not isinstance(plan, Mapping):
+        raise TypeError(
+            f"plan is {plan!r}, and must be annotations by path pattern.\n"
+            '  Fix: plan={"*.weight": ColumnParallel("tp")}, for example.'
+        )
+    if not callable(dtype):
+        check_dtype(dtype)
+    names, leaves, _ = leaf_names({} if like is None else like)
+    wrong = [
+        f"  {name}: {type(leaf).__name__}"
+        for name, leaf in zip(names, leaves, strict=True)
+        if not isinstance(leaf, torch.Tensor)
+    ]
+    if wrong:
+        raise TypeError(
+            "these leaves of like are no tensors:\n"
+            + "\n".join(wrong)
+            + "\n  Fix: leave them out, or pass the tree of functionalize."
+        )
 
 
 class _Stored(NamedTuple):
@@ -129,21 +178,63 @@ class _Stored(NamedTuple):
 
 
 def _stored(files: Sequence[Path]) -> list[_Stored]:
-    from safetensors import safe_open
-
     found = []
     for file in files:
-        with safe_open(file, framework="pt") as opened:
+        with _opened(file) as opened:
             names = opened.keys()
             found += [_Stored(file, n, opened.get_slice(n).get_shape()) for n in names]
     return found
 
 
+def _opened(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    if not file.exists():
+        raise FileNotFoundError(f"{file} does not exist.\n  Fix: download the checkpoint again.")
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} ({file.stat().st_size} bytes) is no whole safetensors file: {error}.\n"
+            "  Fix: download or save it again."
+        ) from error
+
+
 def _renamed(
     stored: Sequence[_Stored], rename: Callable[[str], str | None] | None
 ) -> dict[str, _Stored]:
-    names = [rename(s.name) if rename else s.name for s in stored]
-    return {n: s for n, s in zip(names, stored, strict=True) if n is not None}
+    by_name: dict[str, list[_Stored]] = {}
+    for tensor in stored:
+        name = rename(tensor.name) if rename else tensor.name
+        if name is not None:
+            by_name.setdefault(name, []).append(tensor)
+    wrong = [
+        f"  {name}: " + ", ".join(f"{t.name} ({t.file.name})" for t in tensors)
+        for name, tensors in by_name.items()
+        if len(tensors) > 1
+    ]
+    if wrong:
+        raise CheckpointError(
+            "several tensors of the checkpoint have one name in the result:\n"
+            + "\n".join(wrong)
+            + "\n  Fix: give each a name of its own in rename, or None to leave it out."
+        )
+    return {name: tensors[0] for name, tensors in by_name.items()}
+
+
+def _check_nesting(folder: Path, names: Mapping[str, Any]) -> None:
+    """Raises if a tensor has the name of a dict that holds others."""
+    wrong = []
+    for name in names:
+        parts = name.split(".")
+        parents = [".".join(parts[:n]) for n in range(1, len(parts))]
+        wrong += [f"  {parent} and {name}" for parent in parents if parent in names]
+    if wrong:
+        raise CheckpointError(
+            f"{folder} has tensors whose names are parts of others, so they make no tree:\n"
+            + "\n".join(wrong)
+            + "\n  Fix: map the names with rename, or pass the tree to fill as like."
+        )
 
 
 def _sources(
@@ -208,8 +299,6 @@ def _parts(
     sources: Mapping[str, _Source], found: Mapping[str, _Stored], what: str
 ) -> Iterator[tuple[str, Any]]:
     """Yields what to read slices of, file by file: only the files of one tensor are mapped."""
-    from safetensors import safe_open
-
     opened: dict[Path, Any] = {}
 
     def part(source: _Source) -> Any:
@@ -226,7 +315,7 @@ def _parts(
             for file in opened.keys() - files:
                 del opened[file]  # unmaps it
             for file in files - opened.keys():
-                opened[file] = safe_open(file, framework="pt")
+                opened[file] = _opened(file)
             yield name, part(sources[name])
             advance()
 
@@ -280,14 +369,29 @@ def _files(folder: Path) -> list[Path]:
         return [folder]
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = json.loads(index.read_text())["weight_map"].values()
-        return [folder / name for name in dict.fromkeys(names)]
+        return [folder / name for name in dict.fromkeys(_weight_map(index).values())]
     single = folder / "model.safetensors"
     if not single.exists():
         raise FileNotFoundError(
             f"{folder} has neither model.safetensors nor model.safetensors.index.json."
         )
     return [single]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index file has it."""
+    try:
+        found = json.loads(index.read_text())["weight_map"]
+        if isinstance(found, dict) and all(isinstance(f, str) for f in found.values()):
+            return found
+        reason = "its weight_map does not map names to files"
+    except KeyError:
+        reason = "it has no weight_map"
+    except (ValueError, TypeError) as error:
+        reason = str(error)
+    raise CheckpointError(
+        f"{index} is no index of safetensors files: {reason}.\n  Fix: download or save it again."
+    )
 
 
 def _read(

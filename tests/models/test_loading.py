@@ -73,6 +73,28 @@ def test_a_dtype_and_stages(tmp_path: Path) -> None:
     assert params["model"]["rotary_emb"]["inv_freq"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+def test_a_dtype_is_that_of_what_transformers_casts(
+    tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    """The gates' weights and biases, a parameter and a buffer, stay in float32."""
+    model = zoo.CASES["deepseek_v3"].make()
+    saved(model if dtype else model.bfloat16(), tmp_path)
+    expected = type(model).from_pretrained(tmp_path, dtype=dtype or "auto")
+    params, _ = from_pretrained(tmp_path, MESH, dtype=dtype)
+    gate = params["model"]["layers"]["1"]["mlp"]["gate"]
+    assert {t.dtype for t in gate.values()} == {torch.float32}
+    assert params["lm_head"]["weight"].dtype == (dtype or torch.bfloat16)
+    check(params, expected)
+
+
+def test_arguments_of_another_type_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"model is 'LlamaModel'.*\n  Fix: .*transformers\.Llama"):
+        from_pretrained(tmp_path, MESH, model="LlamaModel")
+    with pytest.raises(ValueError, match="dtype is torch.int8, which is not floating"):
+        from_pretrained(tmp_path, MESH, dtype=torch.int8)
+
+
 def test_an_empty_model_has_the_buffers_that_no_checkpoint_holds() -> None:
     model = zoo.CASES["gemma3"].make()
     empty = empty_model(model.config)

@@ -165,3 +165,77 @@ def test_load_onto_the_stages_of_a_pipeline(tmp_path: Path) -> None:
     tree = load(tmp_path, {"0.*": stages[0], "1.*": stages[1]}, {"*": P("tp")})
     assert [tree[i]["w"].device_mesh for i in "01"] == stages
     assert tree["1"]["w"].placements == [Shard(0)]
+
+
+def test_a_dtype_by_name(tmp_path: Path) -> None:
+    checkpoint(tmp_path, {"a": torch.ones(2), "b": torch.ones(2)}, 1)
+    tree = load(tmp_path, MESH, dtype=lambda name: torch.bfloat16 if name == "a" else None)
+    assert (tree["a"].dtype, tree["b"].dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_names_that_rename_makes_one_are_an_error(tmp_path: Path) -> None:
+    checkpoint(tmp_path, {"x.a": torch.ones(2), "y.a": torch.zeros(2), "b": torch.ones(1)}, 2)
+    with pytest.raises(CheckpointError, match="have one name in the result") as error:
+        load(tmp_path, MESH, rename=lambda name: name[-1])
+    (line,) = str(error.value).splitlines()[1:-1]
+    assert line.startswith("  a: ")
+    assert {"x.a", "y.a"} <= set(line.replace("(", " ").split())
+
+
+def test_a_name_that_is_part_of_another_is_an_error(tmp_path: Path) -> None:
+    checkpoint(tmp_path, {"norm": torch.ones(2), "norm.weight": torch.zeros(2)}, 1)
+    with pytest.raises(CheckpointError, match=r"make no tree:\n  norm and norm\.weight\n  Fix:"):
+        load(tmp_path, MESH)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"mesh": None}, TypeError, "mesh is None, and must be a DeviceMesh"),
+        ({"mesh": "cpu"}, TypeError, "mesh is 'cpu', and must be a DeviceMesh"),
+        ({"plan": [("*", P())]}, TypeError, r"plan is \[.*, and must be annotations"),
+        ({"dtype": "bfloat16"}, TypeError, "dtype is 'bfloat16', and must be a torch.dtype"),
+        ({"dtype": torch.int32}, ValueError, "dtype is torch.int32, which is not floating"),
+        ({"like": {"a": [3, None]}}, TypeError, r"like are no tensors:\n  a\.0: int"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(
+    tmp_path: Path, arguments: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    checkpoint(tmp_path, {"a": torch.ones(2)}, 1)
+    with pytest.raises(kind, match=message):
+        load(tmp_path, **{"mesh": MESH, **arguments})
+
+
+@pytest.mark.parametrize("length", [0, 10, 70, 120])
+def test_a_file_that_is_not_whole_is_named(tmp_path: Path, length: int) -> None:
+    checkpoint(tmp_path, {"a": torch.ones(20)}, 1)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match=rf"model.safetensors \({length} bytes\) is no whole"):
+        load(tmp_path, MESH)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ("[]", "list indices"),
+        ("{}", "it has no weight_map"),
+        ('{"weight_map": ["a"]}', "does not map names to files"),
+        ('{"weight_map": {"a": 3}}', "does not map names to files"),
+    ],
+)
+def test_an_index_that_is_none_is_named(tmp_path: Path, text: str, reason: str) -> None:
+    pytest.importorskip("safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"index.json is no index .*: .*{reason}"):
+        load(tmp_path, MESH)
+
+
+def test_a_file_of_the_index_that_is_missing_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(FileNotFoundError, match="gone.safetensors does not exist"):
+        load(tmp_path, MESH)
