@@ -56,7 +56,8 @@ def from_pretrained(
             are listed. Or it holds some in a form that only `transformers` can convert.
         TypeError: An argument is of another type.
         PlacementError: As for `dtorch.parallel.shard`.
-        ValueError: As for `plan_from_huggingface`, if there is no `plan`. Or `dtype` is not floating.
+        ValueError: As for `plan_from_huggingface`, if there is no `plan`. Or `dtype` is not
+            floating.
 
     Source: `transformers.PreTrainedModel.from_pretrained`.
     """

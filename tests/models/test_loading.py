@@ -91,7 +91,7 @@ def test_a_dtype_is_that_of_what_transformers_casts(
 def test_arguments_of_another_type_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"model is 'LlamaModel'.*\n  Fix: .*transformers\.Llama"):
         from_pretrained(tmp_path, MESH, model="LlamaModel")
-    with pytest.raises(ValueError, match="dtype is torch.int8, which is not floating"):
+    with pytest.raises(ValueError, match=r"dtype is torch\.int8, which is not floating"):
         from_pretrained(tmp_path, MESH, dtype=torch.int8)
 
 

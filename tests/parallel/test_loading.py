@@ -237,5 +237,5 @@ def test_a_file_of_the_index_that_is_missing_is_named(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    with pytest.raises(FileNotFoundError, match="gone.safetensors does not exist"):
+    with pytest.raises(FileNotFoundError, match=r"gone\.safetensors does not exist"):
         load(tmp_path, MESH)
