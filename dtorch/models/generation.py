@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import types
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
@@ -79,8 +80,10 @@ def generate(
         to the host.
 
     Raises:
-        ValueError: A count or probability is out of range, or the model is none that has a cache
-            of keys and values.
+        TypeError: An argument is of another type.
+        ValueError: A count or probability is out of range, the texts would be longer than the
+            model's table of positions, the parameters are not laid out over a mesh, or the model
+            is none that has a cache of keys and values.
 
     Source: `transformers.GenerationMixin.generate`; without sampling the same tokens, up to the
         rounding of the logits.
@@ -191,23 +194,89 @@ def _request(given: dict[str, Any]) -> _Request:
 
 def _check(given: dict[str, Any]) -> None:
     ids, mask, top_p = given["input_ids"], given["attention_mask"], given["top_p"]
-    if ids.ndim != 2 or ids.dtype != torch.int64 or not ids.shape[1]:
-        raise ValueError(f"input_ids is {ids.dtype} {list(ids.shape)}, not int64 [B, L].")
-    if mask is not None and mask.shape != ids.shape:
+    temperature = given["temperature"]
+    _check_model(given["apply"], given["params"])
+    _check_type("input_ids", ids, torch.Tensor, "a tensor, int64 [B, L]")
+    if ids.ndim != 2 or ids.dtype != torch.int64 or not ids.numel():
         raise ValueError(
-            f"attention_mask is {list(mask.shape)}, and input_ids is {list(ids.shape)}."
+            f"input_ids is {ids.dtype} {list(ids.shape)}, not int64 [B, L] with B and L above 0.\n"
+            "  Fix: torch.tensor([[1, 2, 3]]), for example."
         )
-    if given["max_new_tokens"] < 1:
-        raise ValueError(f"max_new_tokens is {given['max_new_tokens']}, and must be at least 1.")
-    if given["top_k"] is not None and given["top_k"] < 1:
-        raise ValueError(f"top_k is {given['top_k']}, and must be at least 1.")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}, and must be above 0 and at most 1.")
-    if given["temperature"] <= 0:
+    if mask is not None:
+        _check_type("attention_mask", mask, torch.Tensor, "a tensor [B, L]")
+        if mask.shape != ids.shape:
+            raise ValueError(
+                f"attention_mask is {list(mask.shape)}, and input_ids is {list(ids.shape)}.\n"
+                "  Fix: give both one shape."
+            )
+    for name in ("max_new_tokens", "top_k"):
+        value = given[name]
+        if name == "top_k" and value is None:
+            continue
+        _check_type(name, value, int, "an integer")
+        if value < 1:
+            raise ValueError(f"{name} is {value}, and must be at least 1.\n  Fix: {name}=1.")
+    if top_p is not None:
+        _check_type("top_p", top_p, (int, float), "a number")
+        if not 0 < top_p <= 1:
+            raise ValueError(
+                f"top_p is {top_p}, and must be above 0 and at most 1.\n  Fix: top_p=None."
+            )
+    _check_type("temperature", temperature, (int, float), "a number")
+    if not 0 < temperature < math.inf:
         raise ValueError(
-            f"temperature is {given['temperature']}, and must be above 0.\n"
+            f"temperature is {temperature}, and must be above 0 and finite.\n"
             "  Fix: for the likeliest token leave do_sample at False."
         )
+    eos, pad = given["eos_token_id"], given["pad_token_id"]
+    if isinstance(eos, Sequence) and not isinstance(eos, str):
+        for number, token in enumerate(eos):
+            _check_type(f"eos_token_id[{number}]", token, int, "an integer")
+    elif eos is not None:
+        _check_type("eos_token_id", eos, int, "an integer, or a list of them")
+    if pad is not None:
+        _check_type("pad_token_id", pad, int, "an integer")
+    _check_length(given["apply"].module, ids.shape[1], given["max_new_tokens"])
+
+
+def _check_model(apply: Any, params: Any) -> None:
+    _check_type("apply", apply, Apply, "an apply, of dtorch.nn.functionalize")
+    module: Any = apply.module
+    config = getattr(module, "config", None)
+    if not hasattr(config, "is_encoder_decoder") or not hasattr(module, "generation_config"):
+        raise ValueError(
+            f"{type(module).__name__} is no causal language model of transformers.\n"
+            "  Fix: functionalize one, such as transformers.LlamaForCausalLM."
+        )
+    if not any(isinstance(t, Tensor) for t in flatten(params)[0]):
+        raise ValueError(
+            "params holds no distributed tensor, so the mesh to generate on is not known.\n"
+            "  Fix: params = dtorch.parallel.shard(params, mesh, plan)."
+        )
+
+
+def _check_type(name: str, value: Any, kinds: Any, what: str) -> None:
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r:.80}, and must be {what}.\n  Fix: pass {what}.")
+
+
+def _check_length(module: Any, length: int, new: int) -> None:
+    """Refuses more tokens than a learned table of positions has."""
+    limit = getattr(module.config, "max_position_embeddings", None)
+    is_learned = any(
+        isinstance(part, torch.nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES
+        for name, part in module.named_modules()
+    )
+    # The last token is chosen, and given to the model no more.
+    if is_learned and limit is not None and length + new - 1 > limit:
+        raise ValueError(
+            f"{length} tokens and max_new_tokens {new} need {length + new - 1} positions, and "
+            f"{type(module).__name__} has learned {limit}.\n"
+            f"  Fix: max_new_tokens={max(limit - length + 1, 0)}, or shorter prompts."
+        )
+
+
+_POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding")
 
 
 def _special(

@@ -203,3 +203,50 @@ def test_what_cannot_be_generated_is_said(llama: Any) -> None:
     params, apply = functionalize(transformers.T5ForConditionalGeneration(config))
     with pytest.raises(ValueError, match=r"T5Config is of no model .* it has an encoder"):
         generate(apply, shard(params, ONE), ids, max_new_tokens=2)
+
+
+def test_arguments_of_another_type_are_refused(llama: Any) -> None:
+    model, params, apply = llama
+    ids = zoo.ids()
+    for wrong, message in (
+        ({"apply": model}, r"apply is LlamaForCausalLM\((.|\n)* must be an apply"),
+        ({"input_ids": [[1, 2]]}, r"input_ids is \[\[1, 2\]\], and must be a tensor"),
+        ({"attention_mask": [[1, 1]]}, "attention_mask is .* must be a tensor"),
+        ({"max_new_tokens": 2.0}, r"max_new_tokens is 2\.0, and must be an integer"),
+        ({"top_k": 1.5}, r"top_k is 1\.5, and must be an integer"),
+        ({"top_p": "all"}, "top_p is 'all', and must be a number"),
+        ({"temperature": None}, "temperature is None, and must be a number"),
+        ({"eos_token_id": 2.0}, r"eos_token_id is 2\.0, and must be an integer"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', and must be an integer"),
+        ({"eos_token_id": [1, 2.0]}, r"eos_token_id\[1\] is 2\.0, and must be an integer"),
+        ({"pad_token_id": "x"}, "pad_token_id is 'x', and must be an integer"),
+    ):
+        given: Any = {"apply": apply, "params": params, "input_ids": ids, "max_new_tokens": 2}
+        with pytest.raises(TypeError, match=message):
+            generate(**(given | wrong))
+
+
+def test_values_that_cannot_be_are_refused(llama: Any) -> None:
+    model, params, apply = llama
+    ids = zoo.ids()
+    plain, _ = functionalize(model)
+    other, linear = functionalize(torch.nn.Linear(3, 3))
+    for wrong, message in (
+        ({"params": plain}, "params holds no distributed tensor"),
+        ({"apply": linear, "params": shard(other, TP2)}, "Linear is no causal language model"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"input_ids": ids[:0]}, r"input_ids is torch\.int64 \[0, 11\]"),
+    ):
+        given: Any = {"apply": apply, "params": params, "input_ids": ids, "max_new_tokens": 2}
+        with pytest.raises(ValueError, match=message):
+            generate(**(given | wrong))
+
+
+def test_a_table_of_positions_is_not_overrun() -> None:
+    model, params, apply = model_of("gpt2", ONE)
+    ids, room = zoo.ids(), model.config.n_positions - 11
+    found = generate(apply, params, ids, max_new_tokens=room + 1, eos_token_id=())
+    assert found.shape == (2, model.config.n_positions + 1)
+    with pytest.raises(ValueError, match=rf"11 tokens and max_new_tokens {room + 2} need"):
+        generate(apply, params, ids, max_new_tokens=room + 2)
