@@ -108,6 +108,14 @@ def _check_errors(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[s
         raise tracer.lift(info)._no_value("the value")
 
 
+def _refuse_sparse(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise NotImplementedError(
+        f"a sparse tensor of shape {list(args[2])} would be made, and distributed tensors are "
+        "dense.\n  Fix: if it is the gradient of an embedding, torch.nn.Embedding(..., "
+        "sparse=False), which is the default; else the dense form."
+    )
+
+
 SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
@@ -122,4 +130,5 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     aten._has_compatible_shallow_copy_type.default: _yes,
     aten.native_batch_norm.default: _batch_norm,
     aten._linalg_check_errors.default: _check_errors,
+    aten._sparse_coo_tensor_with_dims_and_tensors.default: _refuse_sparse,
 }
