@@ -32,7 +32,7 @@ from .lowering import lower
 from .memo import MISSED
 from .placement import complete
 from .program import Program
-from .recording import compile_call, compiled_from, ending, symbolic_leaves
+from .recording import compile_call, compiled_from, ending, returned, symbolic_leaves
 from .runtime import Executable, timeline
 from .runtime.timeline import Doing
 from .scalars import evaluate
@@ -700,7 +700,7 @@ def _compile_with_grad(
         leaves = symbolic_leaves(tracer, arguments, static)
         sources = [leaves[i].requires_grad_() for i in wants]
         args, kwargs = unflatten(treespec, leaves)
-        found, result_tree = flatten(function(*args, **kwargs))
+        found, result_tree = returned(tracer, function(*args, **kwargs))
         _check_changed(tracer, found)
         firsts = {id(o): i for i, o in reversed(list(enumerate(found)))}
         places = tuple(

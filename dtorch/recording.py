@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -57,8 +57,7 @@ def _compile(
     with tracer.active():
         leaves = symbolic_leaves(tracer, arguments, static)
         args, kwargs = unflatten(treespec, leaves)
-        result = function(*args, **kwargs)
-        found, result_tree = flatten(result)
+        found, result_tree = returned(tracer, function(*args, **kwargs))
         end = ending(tracer, found)
         program = tracer.builder.finish(end.values, name)
         compiled = compiled_from(tracer, program, end, result_tree)
@@ -76,6 +75,69 @@ def symbolic_leaves(tracer: Tracer, arguments: Arguments, static: set[int]) -> l
         if number not in static:
             leaves[number] = symbolic(number, leaves[number], tracer.reads.add)
     return leaves
+
+
+def returned(tracer: Tracer, result: Any) -> tuple[list[Any], Any]:
+    """Returns the leaves and the structure of what a traced function returned.
+
+    An object that is no tree and holds tensors of the trace becomes `Unusable`.
+    """
+    leaves, treespec = flatten(result)
+    for number, leaf in enumerate(leaves):
+        inner = _path_to_traced(tracer, leaf, set(), 0)
+        if inner is not None:
+            outer = ".".join(["result", *map(str, treespec.paths()[number])])
+            leaves[number] = Unusable(type(leaf), outer, inner)
+    return leaves, treespec
+
+
+class Unusable:
+    """What a jitted function returns in the place of an object that it cannot return.
+
+    A program's results are tensors: the object would hold those of the trace, which have no value.
+    Much that a model returns nobody asks for, so the error is raised where it is used.
+    """
+
+    def __init__(self, kind: type, path: str, inner: str) -> None:
+        self._message = (
+            f"{path} of a jitted function is a {kind.__module__}.{kind.__qualname__}, which is no "
+            f"tree of tensors, and holds tensors of the trace ({path}{inner}), which have no "
+            "value.\n  Fix: return the tensors themselves, in lists and dicts. For the cache of a "
+            "model of transformers: use_cache=False, or dtorch.models.generate."
+        )
+
+    def _refuse(self, *_: Any) -> Any:
+        raise TraceError(self._message)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python and its libraries ask of any object
+            raise AttributeError(name)
+        raise TraceError(self._message)
+
+    __getitem__ = __iter__ = __len__ = __bool__ = __call__ = _refuse
+
+
+def _path_to_traced(tracer: Tracer, value: Any, seen: set[int], depth: int) -> str | None:
+    """The path from an object to a tensor of the trace, or None if it is found to hold none."""
+    if isinstance(value, SymbolicTensor) and value._tracer is tracer:
+        return "" if depth else None
+    if isinstance(value, (torch.Tensor, type)) or id(value) in seen or depth > _DEPTH:
+        return None
+    seen.add(id(value))
+    inside: list[tuple[str, Any]] = []
+    if isinstance(value, Mapping):
+        inside += [(f"[{k!r}]", v) for k, v in value.items()]
+    elif isinstance(value, (list, tuple)):
+        inside += [(f"[{i}]", v) for i, v in enumerate(value)]
+    inside += [(f".{k}", v) for k, v in getattr(value, "__dict__", {}).items()]
+    for step, item in inside:
+        path = _path_to_traced(tracer, item, seen, depth + 1)
+        if path is not None:
+            return step + path
+    return None
+
+
+_DEPTH = 5
 
 
 class Ending(NamedTuple):

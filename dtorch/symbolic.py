@@ -63,11 +63,11 @@ class SymbolicTensor(Tensor):
 
     @property
     def _shards(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        raise self._no_value("its shards")
+        raise self._no_value("the shards")
 
     def _no_value(self, what: str) -> DataDependentError:
         return DataDependentError(
-            f"{what} of a tensor exist at run time only, but the function is being traced "
+            f"{what} of a tensor cannot be read before run time, but the function is being traced "
             f"({user_line() or 'unknown line'}).\n"
             "  Fix: keep the computation in tensors (torch.where, masks), return the tensor and "
             "fetch it outside, or pass the value as a static argument."

@@ -502,9 +502,9 @@ def test_a_leaked_symbolic_tensor_raises_with_its_line() -> None:
             use()
     with pytest.raises(TraceError, match=r"of another trace|of a trace that has ended"):
         dtorch.jit(lambda t: t + kept[0])(x)
-    with pytest.raises(DataDependentError, match="exist at run time only"):
+    with pytest.raises(DataDependentError, match="of a tensor cannot be read before run time"):
         kept[0].to_torch()
-    with pytest.raises(DataDependentError, match="exist at run time only"):
+    with pytest.raises(DataDependentError, match="of a tensor cannot be read before run time"):
         kept[0].local_shards()
     assert "SymbolicTensor" in repr(kept[0])
 
@@ -680,3 +680,25 @@ def test_the_shape_of_an_argument_changes_in_place() -> None:
 
     with pytest.raises(TraceError, match="changes the shape of an argument in place and returns"):
         dtorch.jit(with_view)(x)
+
+
+class Holder:
+    """An object that is no tree."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.parts = [{"kept": tensor}]
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_an_object_that_holds_traced_tensors_says_so_when_it_is_used(tracked: bool) -> None:
+    x = torch.ones(2, requires_grad=tracked)
+    out = dtorch.jit(lambda x: {"sum": x + 1, "rest": [Holder(x * 2)], "own": Holder(3)})(x)
+    assert out["sum"].detach().to_torch().tolist() == [2.0, 2.0]
+    assert out["own"].parts == [{"kept": 3}]
+    message = (
+        r"result\.rest\.0 of a jitted function is a \S*Holder, .*"
+        r"\(result\.rest\.0\.parts\[0\]\['kept'\]\).*\n  Fix: .*use_cache=False"
+    )
+    for use in (lambda o: o.parts, len, iter, bool, lambda o: o[0]):
+        with pytest.raises(TraceError, match=message):
+            use(out["rest"][0])
