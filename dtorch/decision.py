@@ -150,7 +150,8 @@ def legal_placements(asked: Question, axis: int) -> list[tuple[Placement, ...]]:
     strategies = (
         s.inputs
         for s in sharding.strategies()
-        if s.name is None or (s.name != moved and sharding.may_split(s.name, sizes, count))
+        if sharding.allows(s.name, axis)
+        and (s.name is None or (s.name != moved and sharding.may_split(s.name, sizes, count)))
     )
     return list(dict.fromkeys(strategies))
 

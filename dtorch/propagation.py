@@ -45,7 +45,8 @@ def propagate(
         legal = [
             s
             for s in strategies
-            if s.name is None or sharding.may_split(s.name, sizes, pieces[s.name] * count)
+            if sharding.allows(s.name, axis)
+            and (s.name is None or sharding.may_split(s.name, sizes, pieces[s.name] * count))
         ]
         if wanted is not None:
             preferred = [s for s in legal if s.outputs[0] == wanted[axis]]

@@ -109,6 +109,60 @@ def test_half_precision_is_merged_in_float32():
     torch.testing.assert_close(found.to_torch().double(), exact, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("axis", ["ring_cp", "zigzag_cp"])
+@pytest.mark.parametrize(("rows", "keys"), [(1, 8), (2, 5), (3, 3), (3, 7), (2, 8)])
+def test_few_causal_queries_against_split_keys(axis, rows, keys):
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=(axis,))
+    inputs = torch.randn(1, 2, rows, 4), *torch.randn(2, 1, 2, keys, 4).unbind()
+    wanted = [t.clone().requires_grad_() for t in inputs]
+    given = [spread(t, mesh, p) for t, p in zip(inputs, ([R], [S(2)], [S(2)]), strict=True)]
+    given = [t.requires_grad_() for t in given]
+    expected = F.scaled_dot_product_attention(*wanted, is_causal=True)
+    found = F.scaled_dot_product_attention(*given, is_causal=True)
+    torch.testing.assert_close(found.detach().to_torch(), expected.detach())
+    grads = torch.autograd.grad(expected.square().sum(), wanted)
+    for our, grad in zip(torch.autograd.grad(found.square().sum(), given), grads, strict=True):
+        torch.testing.assert_close(our.to_torch(), grad)
+
+
+@pytest.mark.parametrize("rows", [3, 8])
+@pytest.mark.parametrize("masked", [None, [S(0), R], [S(1), S(1)], [S(0), S(1)], [R, S(0)]])
+@pytest.mark.parametrize("split", [[R, S(2)], [S(3), S(2)], [S(0), S(2)]])
+def test_only_the_axes_of_the_ring_split_its_pieces(rows, masked, split):
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "cp"))
+    q, k, v = torch.randn(4, 1, rows, 4), *torch.randn(2, 4, 1, 8, 4).unbind()
+    mask = None if masked is None else torch.rand(rows, 8) < 0.7
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    given = [spread(t, mesh, p) for t, p in ((q, [R, R]), (k, split), (v, [R, S(2)]))]
+    masks = [] if mask is None else [spread(mask, mesh, masked)]
+    found = F.scaled_dot_product_attention(*given, *masks)
+    torch.testing.assert_close(found.to_torch(), expected)
+
+
+def test_keys_split_over_the_axis_of_the_heads():
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+    q, k, v = torch.randn(3, 3, 3, 8), *torch.randn(2, 3, 3, 40, 8).unbind()
+    mask = torch.rand(3, 1, 1, 40) < 0.7
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    given = [spread(t, mesh, [p]) for t, p in ((q, S(1)), (k, S(2)), (v, R), (mask, S(0)))]
+    torch.testing.assert_close(F.scaled_dot_product_attention(*given).to_torch(), expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_infinite_and_nearly_infinite_values(rows, is_causal):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring_cp",))
+    q, k, v = torch.randn(1, 1, rows, 4), *torch.randn(2, 1, 1, 6, 4).unbind()
+    k.fill_(0.1)
+    v[..., 0], v[..., 3:, 0] = 1e38, -1e38  # which add up to less than what overflows
+    v[..., 0, 1] = torch.inf
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    given = [spread(t, mesh, [S(2) if t.shape[2] > 1 else R]) for t in (q, k, v)]
+    found = F.scaled_dot_product_attention(*given, is_causal=is_causal).to_torch()
+    torch.testing.assert_close(found[..., 1:], expected[..., 1:])
+    torch.testing.assert_close(found[..., 0], expected[..., 0], rtol=1e-5, atol=1e33)
+
+
 # -- what is communicated --------------------------------------------------------------------
 
 

@@ -132,13 +132,13 @@ def attend_block_backward_rule(call: OpCall) -> Sharding:
 
 
 def _options(call: OpCall) -> dict[str, Any]:
-    """Fewer key heads than query heads are split evenly; n has as many pieces as the ring."""
+    """Fewer key heads than query heads are split evenly; the axes of the ring split n alone."""
     fewer = call["query"].shape[1] != call["key"].shape[1]
     return {
         "whole": frozenset({"e"}),
         "filled": frozenset({"b", "h"}),
         "even": frozenset({"h"} if fewer else ()),
-        "blocks": {"n": call["num_pieces"]},
+        "fixed": {"n": frozenset(_axes_of(call["query"]))},
     }
 
 
@@ -191,10 +191,16 @@ class _Step:
 
 def _ring_places(spec: Spec) -> list[int]:
     """The number of the piece of each device: dim 2 is split in mesh-axis order."""
-    axes = [a for a, p in enumerate(spec.placements) if p.is_shard(2)]
+    axes = _axes_of(spec)
     coordinates = [tuple(c[a] for a in axes) for c in spec.mesh.coordinates()]
     order = sorted(set(coordinates))
     return [order.index(c) for c in coordinates]
+
+
+def _axes_of(spec: Spec) -> list[int]:
+    """The axes of the ring."""
+    placed = enumerate(zip(spec.mesh.shape, spec.placements, strict=True))
+    return [a for a, (n, p) in placed if n > 1 and p.is_shard(2)]
 
 
 def _ranges(flat: list[int], count: int) -> list[tuple[Range, ...]]:
@@ -275,11 +281,16 @@ class _Here:
 
     def merged(self, old: Ref, new: Ref, old_sums: Ref, sums: Ref, is_masked: bool) -> Ref:
         """Two results, weighted by what their scores add up to."""
-        weight = self.emit(aten.sub.Tensor, sums, old_sums)
+        more = self.emit(aten.sub.Tensor, sums, old_sums)
         if is_masked:  # a row may have seen no key in either
-            weight = self.emit(aten.nan_to_num.default, weight, 0.0, math.inf, -math.inf)
-        weight = self.emit(aten.unsqueeze.default, self.emit(aten.sigmoid.default, weight), -1)
-        return self.emit(aten.lerp.Tensor, old, new, weight)
+            more = self.emit(aten.nan_to_num.default, more, 0.0, math.inf, -math.inf)
+        # Their difference may be infinite, and one less a weight may round to zero.
+        weights = [
+            self.emit(aten.unsqueeze.default, self.emit(aten.sigmoid.default, t), -1)
+            for t in (self.emit(aten.neg.default, more), more)
+        ]
+        weighted = self.emit(aten.mul.Tensor, old, weights[0])
+        return self.emit(aten.addcmul.default, weighted, new, weights[1])
 
     def pass_on(self, number: int, given: Ref | None, fill: float) -> None:
         """A result of devices whose pieces have nothing to do with each other."""

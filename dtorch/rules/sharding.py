@@ -91,6 +91,7 @@ class Sharding:
         even: The names that may be split only into equal pieces.
         filled: The names that may be split only where no piece is empty.
         blocks: Names that may be split only into pieces of whole blocks, and how many blocks.
+        fixed: Names that are split over just these mesh axes, over which nothing else is.
         additive: The arguments (by index) that are added once.
         linear: The sets of arguments that may be partial together.
         partial_ops: The reductions that the linear sets commute with.
@@ -108,6 +109,7 @@ class Sharding:
     even: frozenset[str] = frozenset()
     filled: frozenset[str] = frozenset()
     blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, frozenset[int]] = dataclasses.field(default_factory=dict)
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     partial_ops: tuple[str, ...] = LINEAR
@@ -123,6 +125,11 @@ class Sharding:
         for together in self.linear:
             for op in self.partial_ops:
                 yield self._partial(together, op)
+
+    def allows(self, name: str | None, axis: int) -> bool:
+        """Returns whether a mesh axis may split a name, or none."""
+        here = next((n for n, axes in self.fixed.items() if axis in axes), None)
+        return name not in self.fixed if here is None else name == here
 
     def may_split(self, name: str, sizes: dict[str, list[int]], count: int) -> bool:
         """Returns whether splitting a name into `count` pieces is allowed."""

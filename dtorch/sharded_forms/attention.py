@@ -151,11 +151,12 @@ def _over_split_keys(
     """Every device attends with all queries to its own keys; the results are merged."""
     axes = _split_axes(key) | _split_axes(value)
     query, key, value = _with_heads_alike(query, *(_with(t, axes, Shard(2)) for t in (key, value)))
-    ring = _ring_of(key, key, is_causal, scale)
-    mask, rows = _four_dims(mask), query.shape[2]
+    axes, mask, rows = _split_axes(key), _four_dims(mask), query.shape[2]  # heads may take an axis
+    keys = _pieces(key, axes)
+    queries = (((0, rows),),) * len(keys)
+    ring = _Ring(frozenset(axes), queries, keys, False, key.shape[2], is_causal, scale)
     if mask is not None and mask.shape[2] > 1:
         mask = _for_each_piece(mask, ring)
-    ring = dataclasses.replace(ring, queries=(((0, rows),),) * ring.count)
     operands = (_for_each_piece(query, ring), key, value, mask, None, None)
     out, sums = attend_block(*operands, ring.count, 0, *ring.options)
     out, sums = out.unflatten(2, (ring.count, rows)), sums.unflatten(2, (ring.count, rows))
@@ -163,7 +164,7 @@ def _over_split_keys(
     largest = largest.masked_fill(largest == -math.inf, 0.0)
     weights = (sums - largest).exp()
     total = weights.sum(2)
-    out = (out * weights.unsqueeze(-1)).sum(2) / total.unsqueeze(-1)
+    out = (out * (weights / total.unsqueeze(2)).unsqueeze(-1)).sum(2)
     if mask is not None or is_causal:
         out = out.masked_fill(total.unsqueeze(-1) == 0, 0.0)
     return _finished(out, total.log() + largest.squeeze(2), query.dtype, True)
