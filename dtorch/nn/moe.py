@@ -108,11 +108,29 @@ def experts(
         The output [..., D].
 
     Raises:
-        ValueError: The activation is not known.
+        ValueError: The activation is not known, the shapes do not agree, or the ids are no
+            integers.
     """
+    _check_routing(tokens, ids, weights)
     if activation not in ACTIVATIONS:
         raise ValueError(
             f"activation {activation!r} is not known.\n  Fix: one of {', '.join(ACTIVATIONS)}."
         )
     operands: Any = (params["gate_up_proj"], params["down_proj"])
     return expert_mlp(tokens, ids, weights, *operands, activation)
+
+
+def _check_routing(tokens: Tensor, ids: Tensor, weights: Tensor) -> None:
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise ValueError(
+            f"the ids of experts are integers, not {ids.dtype}.\n"
+            "  Fix: the indices that torch.topk gives, as they are."
+        )
+    if (*tokens.shape[:-1], *ids.shape[-1:]) != ids.shape or ids.shape != weights.shape:
+        raise ValueError(
+            "tokens [..., D] come with ids [..., K] and weights [..., K], but here\n"
+            f"  tokens   {list(tokens.shape)}\n"
+            f"  ids      {list(ids.shape)}\n"
+            f"  weights  {list(weights.shape)}\n"
+            "  Fix: give each token as many ids as weights."
+        )

@@ -240,7 +240,8 @@ def _sort_by_expert(context: LocalContext) -> None:
     _shaped(context, Ref(places), ids, outputs=[order])
     _shaped(context, Ref(inverse), ids, outputs=[rank])
     found = context.emit(aten.bincount.default, flat, None, num_experts)
-    context.emit(aten.unsqueeze.default, found, 0, outputs=[counts])
+    # Of an id that is no expert's there would be more.
+    context.emit(aten.view.default, found, [1, num_experts], outputs=[counts])
 
 
 def _cut_pieces(context: LocalContext) -> None:
@@ -250,7 +251,7 @@ def _cut_pieces(context: LocalContext) -> None:
     if context.spec(source).ndim == context.spec(order).ndim:  # a row for each token, not each pair
         divide = context.spec(order).shape[-1]
         index = local.emit(aten.div.Scalar_mode, index, divide, rounding_mode="floor")
-    if context.spec(source).ndim > 2:
+    if context.spec(source).ndim != 2:
         rows = local.table(lambda i: math.prod(context.spec(source).local_shapes[i][:-1]))
         width = context.spec(source).shape[-1]
         source = local.emit(aten.reshape.default, source, [rows, width])

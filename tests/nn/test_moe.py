@@ -108,6 +108,32 @@ def test_an_unknown_activation_is_refused() -> None:
         nn.experts(model()["experts"], inputs(), ids, weights, activation="tanh")
 
 
+@pytest.mark.parametrize(
+    ("ids", "weights"),
+    [((12, 2), (12, 2)), ((13, 2), (13, 1)), ((13, 2), (12, 2)), ((13,), (13,)), ((), ())],
+)
+def test_routing_that_does_not_fit_the_tokens_is_refused(ids: Any, weights: Any) -> None:
+    params = shard(model()["experts"], mesh_of({"ep": 2}), {"*": P("ep")})
+    given = torch.zeros(ids, dtype=torch.int64), torch.ones(weights)
+    with pytest.raises(ValueError, match=r"but here\n  tokens   \[13, 16\]\n  ids   (.*\n)*  Fix:"):
+        nn.experts(params, inputs(), *given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_ids_that_are_no_integers_are_refused(dtype: torch.dtype) -> None:
+    ids, weights = torch.zeros(13, 2, dtype=dtype), torch.ones(13, 2)
+    with pytest.raises(ValueError, match=r"ids of experts are integers, not torch.*\n  Fix:"):
+        nn.experts(model()["experts"], inputs(), ids, weights)
+
+
+@pytest.mark.parametrize("wrong", [EXPERTS, -1])
+def test_ids_of_no_expert_fail_on_the_devices(wrong: int) -> None:
+    params = shard(model()["experts"], mesh_of({"ep": 2}), {"*": P("ep")})
+    ids, weights = torch.full((13, 2), wrong), torch.ones(13, 2)
+    with pytest.raises(dtorch.errors.WorkerError, match="expert_order"):
+        nn.experts(params, inputs(), ids, weights).to_torch()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_grouped_product_is_inferred_in_every_dtype(dtype: torch.dtype) -> None:
     """Its meta kernel takes bfloat16 alone; the CPU kernel takes them all."""
@@ -134,6 +160,18 @@ def test_values_and_gradients_of_every_layout(name: str) -> None:
     expected = torch.func.grad(loss, argnums=(0, 1))(params, x)
     assert_close(grads, expected, rtol=1e-4, atol=1e-4)
     assert grads[0]["experts"]["down_proj"].placements == placed["experts"]["down_proj"].placements
+
+
+@pytest.mark.parametrize("name", ["experts", "features", "exchange over 3", "hidden"])
+def test_one_token(name: str) -> None:
+    axes, plan, placement = LAYOUTS[name]
+    mesh, params, x = mesh_of(axes), model(), inputs(1)[0]
+    placed, token = shard(params, mesh, plan), shard(x, mesh, {"*": P(*placement[-1:])})
+    found = nn.moe(placed, token, CHOSEN)
+    torch.testing.assert_close(found.to_torch(), nn.moe(params, x, CHOSEN), rtol=1e-5, atol=1e-5)
+    grads = dtorch.jit(dtorch.grad(loss, argnums=(0, 1)))(placed, token)
+    expected = torch.func.grad(loss, argnums=(0, 1))(params, x)
+    assert_close(grads, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", sample(list(SEQUENCES), 20, 0))
