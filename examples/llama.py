@@ -28,6 +28,7 @@ Shapes: B batch, L new tokens, S cache slots, D hidden, V vocabulary, E head siz
 import argparse
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,12 +62,7 @@ EXPERTS_PLAN = {
     "experts.down_proj": P("ep", "fsdp", MODEL),
 }
 HEAD_PLAN = {"lm_head.weight": P(MODEL, "fsdp")}  # where the embedding is not also the head
-INPUT_PLAN = {
-    "ids": P(BATCH, SEQUENCE),
-    "position": P(),
-    "cache.*": P(BATCH, MODEL, SEQUENCE),
-    "key": P(),
-}
+INPUT_PLAN = {"ids": P(BATCH, SEQUENCE), "cache.*": P(BATCH, MODEL, SEQUENCE)}
 
 Tree = Any  # nested dicts of tensors, keyed by the parts of a checkpoint's names
 
@@ -115,9 +111,8 @@ def hidden(
     for i in map(str, range(config["num_hidden_layers"])):  # the dict may be in another order
         kept = {"cache": cache[i], "slot_L": position_L} if cache else {}
         x_BLD, new_cache[i] = block(config, params["layers"][i], x_BLD, **attend, **kept)
-    return nn.rms_norm(
-        gathered(params["norm"], "fsdp"), x_BLD, eps=config["rms_norm_eps"]
-    ), new_cache
+    norm, eps = gathered(params["norm"], "fsdp"), config["rms_norm_eps"]
+    return nn.rms_norm(norm, x_BLD, eps=eps), new_cache
 
 
 def head(config: Tree, params: Tree, x_BLD: Tensor) -> Tensor:
@@ -214,9 +209,10 @@ def stages(config: Tree, mesh: dtorch.DeviceMesh) -> Tree:
 
 def make_mesh(text: str, device: str) -> dtorch.DeviceMesh:
     """Returns the mesh that "dp=2,tp=2" means."""
-    sizes = {name: int(size) for name, _, size in (axis.partition("=") for axis in text.split(","))}
-    if unknown := sizes.keys() - set(AXES):
-        raise SystemExit(f"--mesh {text}: {', '.join(unknown)} is none of {', '.join(AXES)}.")
+    axes = [re.fullmatch(r" *(\w+) *= *([1-9]\d*) *", part) for part in text.split(",")]
+    sizes = {axis[1]: int(axis[2]) for axis in axes if axis and axis[1] in AXES}
+    if len(sizes) < len(axes):
+        raise SystemExit(f"--mesh {text!r} is not as dp=2,tp=2, each one of {', '.join(AXES)}.")
     names = tuple(name for name in AXES if name in sizes)
     return dtorch.init_device_mesh(device, [sizes[n] for n in names], mesh_dim_names=names)
 
@@ -248,6 +244,8 @@ def upcycled(params: Tree, num_experts: int) -> Tree:
 
 def read_config(folder: Path) -> Tree:
     """Returns config.json with what older files leave out, and the settings of `rotary_tables`."""
+    if not (folder / "config.json").is_file():
+        raise SystemExit(f"--model {folder}: there is no config.json.")
     config: Tree = json.loads((folder / "config.json").read_text())
     rope: Tree = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", "default")
@@ -302,6 +300,10 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
+    if args.experts is not None and args.experts < 2:
+        parser.error(f"--experts {args.experts}: two of them see each token.")
+    if args.max_new_tokens < 1 or not 0 <= args.temperature < math.inf:
+        parser.error("--max-new-tokens is at least 1, --temperature at least 0 and finite.")
 
     mesh = make_mesh(args.mesh, args.device)
     config, params = load(args.model, mesh)
@@ -311,6 +313,8 @@ def main() -> None:
     texts = [encode(args.prompt) for _ in range(num_texts)]
     prompt_BL = torch.tensor(texts)
     num_tokens = min(args.max_new_tokens, config["max_position_embeddings"] - len(texts[0]))
+    if num_tokens < 1:
+        raise SystemExit(f"--prompt: {len(texts[0])} tokens leave this model no room for more.")
 
     printed, times = "", [time.perf_counter()]
     for ids in generate(config, params, mesh, prompt_BL, num_tokens, args.temperature):

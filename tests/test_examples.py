@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from llama_combinations import load_example
 
 pytestmark = pytest.mark.once
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SECONDS = 110
+MESHES = ["", "dp", "dp=", "dp=x", "dp:2", "dp=2,", "dp=2,dp=3", "dp=0", "dp=-1", "foo=2"]
 
 
 def run(*arguments: str | Path) -> str:
@@ -62,6 +64,32 @@ def test_llama_with_a_model_a_prompt_and_a_temperature(shared: Callable[[str], P
         run(*arguments, "--prompt", "Once upon a time", "--temperature", "0.8").split("\n\n")[0]
         == (out.split("\n\n")[0])
     )
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        *((f"--mesh={mesh}", "is not as dp=2,tp=2, each one of pp, dp") for mesh in MESHES),
+        *((f"--experts={n}", "two of them see each token") for n in (-1, 0, 1)),
+        *((f"--temperature={t}", "at least 0 and finite") for t in ("-1", "nan", "inf")),
+        ("--max-new-tokens=0", "at least 1"),
+        (f"--prompt={'long ' * 1000}", "5001 tokens leave this model no room for more"),
+        ("--model=/nowhere", "--model /nowhere: there is no config.json."),
+    ],
+)
+def test_llama_says_what_is_wrong_with_an_argument(
+    argument: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama = load_example()
+    monkeypatch.setattr(sys, "argv", ["llama.py", argument])
+    with pytest.raises(SystemExit, match=r".") as found:
+        llama.main()
+    shown = capsys.readouterr().err if isinstance(found.value.code, int) else str(found.value)
+    assert message in shown.splitlines()[-1]
+
+
+def test_llama_takes_spaces_in_a_mesh() -> None:
+    assert load_example().make_mesh(" tp = 2, dp=3 ", "cpu").shape == (3, 2)
 
 
 def test_train_llama_starts(tmp_path: Path) -> None:

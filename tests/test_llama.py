@@ -229,7 +229,7 @@ def test_what_is_gathered_is_shown_before_anything_is_computed(
 
 
 def test_an_axis_that_the_example_does_not_know_is_named(llama: ModuleType) -> None:
-    with pytest.raises(SystemExit, match=r"cp is none of pp, dp, fsdp, ep, ring_cp"):
+    with pytest.raises(SystemExit, match=r"dp=2,cp=2' is not as .*, each one of pp, dp, fsdp, ep"):
         llama.make_mesh("dp=2,cp=2", "cpu")
 
 
