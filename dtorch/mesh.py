@@ -141,6 +141,10 @@ class DeviceMesh:
         if isinstance(axis, str):
             names = self.mesh_dim_names or ()
             return names.index(axis) if axis in names else None
+        if not hasattr(axis, "__index__"):
+            raise TypeError(
+                f"an axis is a name or an index, not {axis!r}.\n  Fix: {self._axes_hint()}"
+            )
         return axis % self.ndim if -self.ndim <= axis < self.ndim else None
 
     def _axes_hint(self) -> str:
@@ -169,15 +173,19 @@ class DeviceMesh:
         """Returns the sub-meshes along one axis or several, in order, without those axes.
 
         The result's meshes are the *stages* of this call: their order is remembered, and an
-        operation whose operands live on several stages runs on the latest of them. Axes that
+        operation whose operands live on several stages runs on the latest of them. Names that
         the mesh lacks are ignored; if it has none of them the result is ``[self]``.
+
+        Raises:
+            MeshError: The mesh has no axis of an index.
+            TypeError: An axis is neither a name nor an index.
 
         Example:
             >>> DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("pp", "tp")).unbind("pp")
             [DeviceMesh('cpu', [0, 1], mesh_dim_names=('tp',)), DeviceMesh('cpu', [2, 3], mesh_dim_names=('tp',))]
         """  # noqa: E501
-        wanted = [axes] if isinstance(axes, (int, str)) else list(axes)
-        found = [self._find_axis(a) for a in wanted]
+        wanted = list(axes) if isinstance(axes, Sequence) and not isinstance(axes, str) else [axes]
+        found = [self._find_axis(a) if isinstance(a, str) else self.axis(a) for a in wanted]
         cut = tuple(dict.fromkeys(a for a in found if a is not None))
         if not cut:
             return [self]

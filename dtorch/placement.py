@@ -261,7 +261,7 @@ P = PartitionSpec
 def _entry(entry: str | Sequence[str] | None) -> str | tuple[str, ...] | None:
     if entry is None or isinstance(entry, str):
         return entry
-    names = tuple(entry)
+    names = tuple(entry) if isinstance(entry, Sequence) else (entry,)
     if not all(isinstance(n, str) for n in names):
         raise PlacementError(f"P entry {entry!r}: expected an axis name, names, or None.")
     return names

@@ -100,6 +100,20 @@ def test_submeshes_by_name():
         mesh["tp", "tp"]
 
 
+@pytest.mark.parametrize(
+    ("axes", "kind", "message"),
+    [
+        (None, TypeError, "an axis is a name or an index, not None.\n  Fix: Its axes"),
+        (("pp", 1.5), TypeError, "not 1.5"),
+        (5, MeshError, "has no axis 5"),
+    ],
+)
+def test_unbind_refuses_what_is_no_axis(axes, kind, message):
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("pp", "tp"))
+    with pytest.raises(kind, match=message):
+        mesh.unbind(axes)
+
+
 def test_unbind():
     mesh = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("pp", "dp", "tp"))
     stages = mesh.unbind("pp")

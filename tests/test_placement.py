@@ -112,6 +112,8 @@ def test_what_a_partition_spec_cannot_say():
         P.from_placements((Replicate(),), DeviceMesh("cpu", [0, 1]))
     with pytest.raises(PlacementError, match="expected an axis name"):
         P(("dp", 1))
+    with pytest.raises(PlacementError, match="P entry 3: expected"):
+        P(3)  # pyright: ignore[reportArgumentType]
 
 
 def test_partition_specs_print_and_pickle():

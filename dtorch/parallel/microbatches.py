@@ -58,7 +58,7 @@ def _batch_size(tree: Any, leaves: Sequence[Any], count: int) -> int:
     if size < count:
         raise ValueError(
             f"num_microbatches={count} is more than the batch of {size}.\n"
-            f"  Fix: take at most {size} microbatches, or a larger batch."
+            "  Fix: take a larger batch" + (f", or at most {size} microbatches." if size else ".")
         )
     return size
 

@@ -148,7 +148,8 @@ class Pipeline:
             it belongs to.
 
         Raises:
-            TypeError: The loss is no scalar, or a parameter no floating-point tensor.
+            TypeError: The loss is no scalar of floating point that depends on a parameter, or a
+                parameter no floating-point tensor.
             ValueError: As for a call.
             MeshError: As for a call; or the stages are not in the order of one `unbind` call, or
                 two of them are the same.
@@ -275,11 +276,17 @@ def _check_floating(params: Any) -> None:
 
 
 def _check_scalar(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
         shown = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(
             f"the loss of a pipeline must be a scalar tensor, not {shown}.\n"
             "  Fix: pass a loss_fn that reduces the output of the last stage, or reduce it there."
+        )
+    if not loss.requires_grad:
+        shown = "does not depend on a parameter" if loss.is_floating_point() else f"is {loss.dtype}"
+        raise TypeError(
+            f"the loss of a pipeline {shown}, so it has no gradient.\n"
+            "  Fix: compute it in floating point from the parameters, without detach()."
         )
 
 

@@ -86,6 +86,7 @@ def shard(tree: Any, mesh: Meshes, plan: Plan | None = None) -> Any:
         PlacementError: A pattern matches no leaf, or an annotation does not fit a leaf; all
             that do not are listed.
         MeshError: Meshes are given by patterns, and none matches a leaf; all are listed.
+        TypeError: The mesh is no mesh and no meshes, or a pattern is no string.
 
     Example:
         >>> mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
@@ -169,6 +170,8 @@ def _unsplit(leaf: Any, axis: str) -> Any:
 
 def layouts(ndims: Mapping[str, int], mesh: Meshes, plan: Plan) -> dict[str, Layout]:
     """Returns the layout of each leaf; raises one error with everything that is wrong."""
+    for patterns, kind in ((mesh, DeviceMesh), (plan, None)):
+        _check_mapping(patterns, kind)
     _check_patterns(plan, list(ndims))
     meshes = _meshes(mesh, list(ndims))
     found: dict[str, Layout] = {}
@@ -204,6 +207,27 @@ def _first_match(patterns: Mapping[str, _T], name: str) -> _T | None:
     return next((value for p, value in patterns.items() if fnmatch.fnmatchcase(name, p)), None)
 
 
+def _check_mapping(given: Any, kind: type | None) -> None:
+    """Refuses what is neither of a kind nor a mapping from path patterns, to it if it is given."""
+    if kind is not None and isinstance(given, kind):
+        return
+    wanted = "a plan: annotations" if kind is None else "a mesh: a DeviceMesh, or meshes"
+    wrong = (
+        [repr(given)]
+        if not isinstance(given, Mapping)
+        else [
+            f"{pattern!r}: {value!r}"
+            for pattern, value in given.items()
+            if not isinstance(pattern, str) or not isinstance(value, kind or object)
+        ]
+    )
+    if wrong:
+        raise TypeError(
+            f"{', '.join(wrong)} is not {wanted} by path pattern.\n"
+            "  Fix: the keys are patterns such as '*.weight'."
+        )
+
+
 def _check_patterns(plan: Plan, names: Sequence[str]) -> None:
     idle = [p for p in plan if not any(fnmatch.fnmatchcase(n, p) for n in names)]
     if not idle:
@@ -222,6 +246,11 @@ def _check_patterns(plan: Plan, names: Sequence[str]) -> None:
 def _placements(annotation: Annotation, mesh: DeviceMesh, ndim: int) -> Placements:
     if isinstance(annotation, (ColumnParallel, RowParallel)):
         annotation = annotation.spec(ndim)
+    if isinstance(annotation, str) or not isinstance(annotation, (Placement, Sequence)):
+        raise PlacementError(
+            f"{annotation!r} is no layout.\n"
+            "  Fix: a P, a ColumnParallel, a RowParallel, or a list of placements."
+        )
     if not isinstance(annotation, P):
         return normalized(annotation, mesh, ndim)
     if len(annotation) > ndim:

@@ -453,6 +453,11 @@ def _calls() -> dict[str, tuple[Callable[[Tree, Any, Any], Any], type[Exception]
             ValueError,
             r"num_microbatches=9 is more than the batch of 8",
         ),
+        "empty": (
+            lambda p, x, y: _step(2)(p, x[:0]),
+            ValueError,
+            r"more than the batch of 0.\n  Fix: take a larger batch\.$",
+        ),
         "sizes": (
             lambda p, x, y: _step(loss_fn=F.mse_loss)(p, x, target=y[:7]),
             ValueError,
@@ -468,6 +473,21 @@ def _calls() -> dict[str, tuple[Callable[[Tree, Any, Any], Any], type[Exception]
             lambda p, x, y: _step().value_and_grad(p, x),
             TypeError,
             r"loss of a pipeline must be a scalar tensor, not \[2, 3, 6\]",
+        ),
+        "one element": (
+            lambda p, x, y: _step(loss_fn=lambda o: o.sum()[None]).value_and_grad(p, x),
+            TypeError,
+            r"loss of a pipeline must be a scalar tensor, not \[1\]",
+        ),
+        "constant": (
+            lambda p, x, y: _step(loss_fn=lambda o: torch.tensor(1.0)).value_and_grad(p, x),
+            TypeError,
+            r"does not depend on a parameter, so it has no gradient.\n  Fix: compute",
+        ),
+        "integer loss": (
+            lambda p, x, y: _step(loss_fn=lambda o: o.sum().long()).value_and_grad(p, x),
+            TypeError,
+            r"the loss of a pipeline is torch\.int64, so it has no gradient",
         ),
         "integers": (
             lambda p, x, y: _step(model=whole).value_and_grad([{"n": torch.ones(1).int()}], x),

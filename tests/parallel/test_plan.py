@@ -149,3 +149,27 @@ def test_the_gradient_of_what_was_gathered_is_a_part_on_each_device() -> None:
     assert torch.equal(found.to_torch(), torch.tensor([[30.0, 36.0]]).expand(4, 2))
     kinds = [i.step.kind.value for i in gradient.program(params, x).communication()]
     assert kinds == ["all_gather", "all_reduce", "reduce_scatter"]  # the second is of the loss
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "message"),
+    [
+        (None, {}, r"None is not a mesh: a DeviceMesh, or meshes by path pattern"),
+        ({"*": 3}, {}, r"'\*': 3 is not a mesh"),
+        (MESH, {3: P()}, r"3: P\(\) is not a plan: annotations by path pattern.\n  Fix:"),
+        (MESH, "tp", r"'tp' is not a plan"),
+        (MESH, [P()], r"\[P\(\)\] is not a plan"),
+    ],
+)
+def test_what_is_no_plan_is_refused(mesh: Any, plan: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        shard({"w": torch.ones(2)}, mesh, plan)
+
+
+@pytest.mark.parametrize("wrong", ["tp", None, 3])
+def test_what_is_no_annotation_is_refused(wrong: Any) -> None:
+    if wrong is not None:  # which in a plan is no annotation, and replicates
+        with pytest.raises(PlacementError, match=rf"w \(1 dims\): {wrong!r} is no layout.\n  Fix:"):
+            shard({"w": torch.ones(2)}, MESH, {"*": wrong})
+    with pytest.raises(PlacementError, match=f"{wrong!r} is no layout"):
+        constrain(dtorch.ones(2, device_mesh=MESH), wrong)
