@@ -11,8 +11,8 @@ import html
 import importlib
 import itertools
 import os
+import re
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -230,10 +230,13 @@ def _notes(spec: Spec, split: list[int], empty: list[int]) -> list[str]:
 
 
 def _meshes(given: DeviceMesh | Sequence[DeviceMesh]) -> _Drawing:
-    several = [given] if isinstance(given, DeviceMesh) else list(given)
+    several = list(given) if isinstance(given, Sequence) else [given]
     for one in several:
         if not isinstance(one, DeviceMesh):
-            raise TypeError(f"debug.mesh needs a DeviceMesh or several, not {type(one).__name__}.")
+            raise TypeError(
+                f"debug.mesh needs a DeviceMesh or several, not {type(one).__name__}.\n"
+                "  Fix: the device_mesh of a dtorch.Tensor is one."
+            )
     return _Drawing(tuple(part for one in several for part in _mesh_parts(one)))
 
 
@@ -281,7 +284,7 @@ def _text(drawing: _Drawing, colored: bool = False) -> str:
 
 
 def _grid_lines(grid: _Grid, colored: bool) -> list[str]:
-    texts = [[textwrap.wrap(cell, _CELL_WIDTH) or [""] for cell in row] for row in grid.cells]
+    texts = [[_broken(cell) for cell in row] for row in grid.cells]
     widths = _widths(grid, texts)
     heights = _heights(grid, texts)
     margin = max(map(len, grid.rows))
@@ -311,6 +314,16 @@ def _grid_lines(grid: _Grid, colored: bool) -> list[str]:
             lines.append(start + "│" + "│".join(inside) + "│")
     lines.append(rule("└", "┴", "┘"))
     return lines
+
+
+def _broken(text: str) -> list[str]:
+    """A cell's text as lines, which end after a comma or a space."""
+    lines = [""]
+    for part in re.findall(r"[^, ]+[, ]?", text):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > _CELL_WIDTH:
+            lines.append("")
+        lines[-1] += part
+    return [line.rstrip() for line in lines]
 
 
 def _widths(grid: _Grid, texts: list[list[list[str]]]) -> list[int]:

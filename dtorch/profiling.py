@@ -11,6 +11,7 @@ import enum
 import gzip
 import json
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -156,8 +157,16 @@ class Profile:
         """Returns when a device was computing, as disjoint ranges of seconds, in order.
 
         Args:
-            device: The device or its name, such as ``cpu:0``.
+            device: The device or its name, such as ``cpu:0``; one that did nothing has no ranges.
+
+        Raises:
+            ValueError: It is not the name of a device.
         """
+        if not re.fullmatch(r"\w+:\d+", str(device)):
+            known = ", ".join(self.devices) or "none"
+            raise ValueError(
+                f"{device!r} is not the name of a device.\n  Fix: one of this profile: {known}."
+            )
         found: list[tuple[float, float]] = []
         for event in self.events:
             if str(event.device) == str(device) and event.kind is Kind.COMPUTE:
@@ -221,6 +230,7 @@ def profile(path: str | os.PathLike[str] | None = None) -> Profile:
     Raises:
         DTorchError: At the block's beginning, a profile is being recorded already.
         FileNotFoundError: There is no such folder.
+        IsADirectoryError: The path is a folder.
 
     Source: `jax.profiler.trace`, `torch.profiler`.
 
@@ -237,6 +247,11 @@ def profile(path: str | os.PathLike[str] | None = None) -> Profile:
     if where is not None and not where.parent.is_dir():
         raise FileNotFoundError(
             f"a profile cannot be written to {where}: there is no folder {where.parent}."
+        )
+    if where is not None and where.is_dir():
+        raise IsADirectoryError(
+            f"a profile cannot be written to {where}, which is a folder.\n"
+            f"  Fix: give a file, such as {where / 'trace.json'}."
         )
     return Profile(where)
 

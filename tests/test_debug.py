@@ -127,6 +127,18 @@ def test_many_replicas_are_broken_into_lines():
     assert "19" in text
 
 
+def test_a_number_of_a_device_is_not_broken():
+    mesh = dtorch.DeviceMesh("cpu", [[84, 203], [77, 196], [147, 140]])
+    shown = drawn((), [R, R], mesh)
+    assert "84,203,77,196,147,  │" in shown and " 140 " in shown
+
+
+@pytest.mark.parametrize("wrong", [None, 3, [None]])
+def test_what_is_no_mesh_is_refused(wrong):
+    with pytest.raises(TypeError, match=r"debug.mesh needs a DeviceMesh or several.*\n  Fix:"):
+        dtorch.debug.mesh(wrong)
+
+
 def test_a_spec_and_a_traced_tensor_have_a_layout(capsys):
     x = dtorch.ones(4, 8, device_mesh=SQUARE, placements=[R, Shard(1)])
     assert format_sharding(dtorch.eval_shape(torch.relu, x)) == format_sharding(x)

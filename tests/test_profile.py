@@ -266,6 +266,8 @@ def test_one_profile_at_a_time(tmp_path):
         profile.__enter__()
     with pytest.raises(FileNotFoundError, match=r"there is no folder"):
         dtorch.profile(tmp_path / "missing" / "trace.json")
+    with pytest.raises(IsADirectoryError, match=r"which is a folder.\n  Fix: .*trace.json"):
+        dtorch.profile(tmp_path)
 
 
 def test_times_of_devices_add_up(arguments):
@@ -360,3 +362,12 @@ def test_nothing_is_recorded_outside():
     assert profile.summary().endswith(
         "0 devices, 0 events\ndevice  compute  communication  wait  idle"
     )
+
+
+def test_what_is_no_device_has_no_times():
+    with dtorch.profile() as profile:
+        pass
+    assert profile.busy("cpu:0") == []
+    for ask in (lambda: profile.busy("foo"), lambda: profile.overlap("cpu:0", "cpu")):
+        with pytest.raises(ValueError, match=r"is not the name of a device.\n  Fix:"):
+            ask()
