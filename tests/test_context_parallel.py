@@ -139,6 +139,15 @@ def test_only_the_axes_of_the_ring_split_its_pieces(rows, masked, split):
     torch.testing.assert_close(found.to_torch(), expected)
 
 
+@pytest.mark.parametrize("split", [R, S(2)])
+def test_fewer_values_than_keys_are_refused_at_the_call(split):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring_cp",))
+    q, v = torch.randn(1, 2, 6, 4), torch.randn(1, 2, 4, 4)
+    given = [spread(t, mesh, [split]) for t in (q, q, v)]
+    with pytest.raises(ValueError, match=r"cannot combine these shapes:\n  query .*\n  Fix:"):
+        F.scaled_dot_product_attention(*given)
+
+
 def test_keys_split_over_the_axis_of_the_heads():
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
     q, k, v = torch.randn(3, 3, 3, 8), *torch.randn(2, 3, 3, 40, 8).unbind()

@@ -20,6 +20,7 @@ _FILLED = frozenset({"b", "h", "l"})
 @rule(aten._scaled_dot_product_flash_attention_for_cpu)
 def flash_attention_for_cpu(call: OpCall) -> Sharding:
     """``b h l e!, b h s! e!, b h s! v!, mask -> b h l v!, b l h`` (log-sum-exp); l! if causal."""
+    _check_shapes(call)
     inputs = (_QUERY, _KEY, _VALUE, *_mask(call, 3))
     outputs = (("b", "h", "l", "v"), _logsumexp(call, call.results[1].shape))
     whole = frozenset({"s", "e", "v", *("l" if call["is_causal"] else "")})
@@ -36,6 +37,17 @@ def flash_attention_for_cpu_backward(call: OpCall) -> Sharding:
     whole = frozenset({"s", "e", "v", *("l" if call["is_causal"] else "")})
     options: Any = {"even": _unequal_heads(call, 1), "filled": _FILLED}
     return Sharding(inputs, outputs, reduce={"l": "sum"}, whole=whole, **options)
+
+
+def _check_shapes(call: OpCall) -> None:
+    """Refuses fewer values than keys, beyond which the kernel would read."""
+    query, key, value, *_ = (list(t.shape) for t in call.tensors)
+    if key[2] != value[2]:
+        raise ValueError(
+            "attention cannot combine these shapes:\n"
+            f"  query {query}, key {key}, value {value}\n"
+            "  Fix: as many values as keys."
+        )
 
 
 def _logsumexp(call: OpCall, shape: Sequence[int]) -> Dims:
