@@ -9,8 +9,8 @@ PYTHON ?= python3
 ARGS ?=
 
 BIN := .venv/bin
-# Two test files at a time.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Two tests at a time.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 comma := ,
 CHECK_PYTHON := import sys; \
 	sys.exit(None if sys.version_info >= (3, 11) else \
@@ -51,10 +51,10 @@ native: .venv
 demo: native
 	@$(BIN)/python examples/llama.py $(ARGS)
 
-# Everything on the native executor; then on the Python one what may depend on it, with a tenth of
-# the sampled layouts.
+# Everything on the native executor, with half of the layouts that pytest samples; then on the Python
+# one what may depend on it, with a tenth of them.
 test: lint native
-	$(PYTEST) $(ARGS)
+	DTORCH_SWEEP=0.5 $(PYTEST) $(ARGS)
 	DTORCH_EXECUTOR=python DTORCH_SWEEP=0.1 $(PYTEST) -m 'not once' $(ARGS)
 
 lint: .venv

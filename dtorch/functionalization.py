@@ -70,12 +70,14 @@ def may_stay_symbolic(op: torch._ops.OpOverload, place: int | str) -> bool:
     """Returns whether a run-time scalar may be passed here without anybody reading it.
 
     Scalars that operations on tensors compute with do; sizes, dims and the bounds of factories
-    do not.
+    do not, nor what padding fills up with, which becomes part of a communication.
 
     Args:
         op: The operation.
         place: The argument's number or name.
     """
+    if op is aten.constant_pad_nd.default:
+        return False
     schema = op._schema.arguments
     (argument,) = [a for i, a in enumerate(schema) if place in (i, a.name)]
     kind = argument.type

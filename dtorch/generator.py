@@ -18,6 +18,7 @@ from .mesh import DeviceMesh
 from .placement import Replicate
 from .runtime import Failure
 from .tensor import Tensor, place
+from .tracer import read_state
 
 lock = threading.RLock()
 """Held from reading a state until the program that advances it has been submitted."""
@@ -47,9 +48,9 @@ def state_of(generator: torch.Generator | None, mesh: DeviceMesh) -> Tensor:
     """
     replicated = (Replicate(),) * mesh.ndim
     if generator is not None:
-        return place(_checked(generator, mesh).get_state(), mesh, replicated)
+        return place(read_state(_checked(generator, mesh)), mesh, replicated)
     source = _torch_default(mesh)
-    now = source.get_state()
+    now = read_state(source)
     state, seen = _Default.state, _Default.seen
     if state is None or seen is None or _failed(state) or not torch.equal(now, seen):
         state = place(now, mesh, replicated)
@@ -83,7 +84,7 @@ def advance(generator: torch.Generator | None, state: Tensor) -> None:
     source = _torch_default(state.device_mesh)
     # A draw marks the moment: seeding PyTorch again, even alike, can then be told apart.
     torch.empty((), dtype=torch.int64, device=source.device).random_(generator=source)
-    _Default.state, _Default.seen = state, source.get_state()
+    _Default.state, _Default.seen = state, read_state(source)
 
 
 def _torch_default(mesh: DeviceMesh) -> torch.Generator:

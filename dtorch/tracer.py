@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,10 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 lock = threading.RLock()
 """Held while a thread traces, or has the tensors of a module exchanged (`nn.functionalize`)."""
 os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+_reading = threading.RLock()
+os.register_at_fork(
+    before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release
+)
 
 
 class _Current(threading.local):
@@ -115,7 +120,7 @@ class Tracer:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Makes this the trace that records operations on this thread."""
-        before = torch.default_generator.get_state()
+        before = read_state(torch.default_generator)
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock)
             stack.enter_context(compiling())
@@ -721,10 +726,26 @@ def _returns_list(op: torch._ops.OpOverload) -> bool:
     return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
+def read_state(generator: torch.Generator) -> torch.Tensor:
+    """Returns the state of a generator that several threads may read.
+
+    PyTorch makes the tensor with the interpreter and the generator locked. A collection there would
+    let go of the interpreter, to a thread that then waits for the generator and keeps it.
+    """
+    with _reading:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return generator.get_state()
+        finally:
+            if collects:
+                gc.enable()
+
+
 def _refuse_seeding(before: torch.Tensor) -> None:
     """Raises if the traced function has seeded PyTorch's generator, which only a run can do."""
     generator = torch.default_generator
-    now = generator.get_state()
+    now = read_state(generator)
     if torch.equal(before, now):
         return
     seeded = torch.Generator().manual_seed(generator.initial_seed()).get_state()

@@ -1,6 +1,8 @@
 """Randomness: PyTorch's own values on one device, and the same global values in every layout."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -307,3 +309,24 @@ def test_draws_on_two_stages_continue_one_stream() -> None:
         found = function(x, y)
         assert found[1].device_mesh == second
         assert all(torch.equal(f.to_torch(), e) for f, e in zip(found, expected, strict=True))
+
+
+def test_a_collection_while_a_state_is_read_holds_up_no_other_thread() -> None:
+    """PyTorch reads it with the interpreter and the generator locked: two threads would wait."""
+    code = """if True:
+        import gc, sys, threading, torch, dtorch
+        from dtorch.tracer import read_state
+        sys.setswitchinterval(1e-6)
+        base = dtorch.ones(3, device_mesh=dtorch.DeviceMesh("cpu", [0, 1]))
+        gc.set_threshold(1, 1, 1)
+        def client():
+            for _ in range(400):
+                made = [base + 1]
+                made.append(made)
+                del made
+                read_state(torch.default_generator)
+        threads = [threading.Thread(target=client) for _ in range(4)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+    """
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

@@ -138,3 +138,13 @@ def test_the_bytes_of_a_step_are_those_that_a_device_lacks():
     target = Spec.of((4, 7), torch.float32, QUAD, (S(1),))
     cut = permute(spec, Movement(1, (Segment(0, 0, 7),)), target)
     assert (cut.kind, cut.num_bytes) == (Collective.SLICE, 0)
+
+
+def test_what_padding_fills_up_with_belongs_to_the_program() -> None:
+    x = torch.arange(12.0).reshape(4, 3)
+    d = dtorch.tensor(x, device_mesh=PAIR, placements=[S(0)])
+    jitted = dtorch.jit(lambda t, value: torch.constant_pad_nd(t, (0, 0, 1, 1), value))
+    for value in (1.0, 2.0, 4.5, 3, True):
+        expected = torch.constant_pad_nd(x, (0, 0, 1, 1), value)
+        assert torch.equal(torch.constant_pad_nd(d, (0, 0, 1, 1), value).to_torch(), expected)
+        assert torch.equal(jitted(d, value).to_torch(), expected)

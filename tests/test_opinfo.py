@@ -44,6 +44,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[pool.Pool]:
 
 
 @of_this_torch
+@pytest.mark.xdist_group("opinfo")  # one process runs them all
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("entry", sample(list(EXPECTED), len(EXPECTED), seed=0))
 def test_entry_comes_out_as_expected(entry: str, running: pool.Pool) -> None:
