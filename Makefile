@@ -51,10 +51,10 @@ native: .venv
 demo: native
 	@$(BIN)/python examples/llama.py $(ARGS)
 
-# Everything on the native executor, with half of the layouts that pytest samples; then on the Python
-# one what may depend on it, with a tenth of them.
+# Everything on the native executor, with a fifth of the layouts that pytest alone samples; then on
+# the Python one what may depend on it, with a tenth of them.
 test: lint native
-	DTORCH_SWEEP=0.5 $(PYTEST) $(ARGS)
+	DTORCH_SWEEP=0.2 $(PYTEST) $(ARGS)
 	DTORCH_EXECUTOR=python DTORCH_SWEEP=0.1 $(PYTEST) -m 'not once' $(ARGS)
 
 lint: .venv

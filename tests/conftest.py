@@ -15,8 +15,21 @@ SECONDS_TO_END = 5.0
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a network for anything
 
 
+# What is planned before an executor sees it, or what has more to do with a library than with one.
+ONCE = {
+    "models", "nn", "test_cases", "test_cases_upper", "test_cpu_results", "test_debug",
+    "test_decision", "test_form_dtypes", "test_huggingface", "test_infer", "test_lowering",
+    "test_mesh", "test_names", "test_opinfo", "test_passes", "test_placement", "test_plan",
+    "test_propagation", "test_refusals", "test_scalars", "test_spec", "test_strides",
+    "test_transformers",
+}  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests marked ``gpu`` where this torch sees no CUDA device."""
+    """Marks tests ``once`` by `ONCE`, and skips those marked ``gpu`` where there is none."""
+    for item in items:
+        if not ONCE.isdisjoint({item.path.stem, item.path.parent.name}):
+            item.add_marker(pytest.mark.once)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="torch.cuda.is_available() is false")
