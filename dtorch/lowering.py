@@ -182,7 +182,7 @@ class LocalContext:
         place = self._names.index(name)
         return self.args[place] if place < len(self.args) else self.kwargs.get(name)
 
-    def emit_with(self, outputs: Sequence[int | None] | None = None, /, **changes: Any) -> None:
+    def emit_with(self, **changes: Any) -> None:
         """Adds the operation on the shards with other values for some arguments."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for name, value in changes.items():
@@ -191,7 +191,7 @@ class LocalContext:
                 args[place] = value
             else:
                 kwargs[name] = value
-        self.emit(self.op, *args, outputs=self.outputs if outputs is None else outputs, **kwargs)
+        self.emit(self.op, *args, outputs=self.outputs, **kwargs)
 
     @property
     def _names(self) -> list[str]:
