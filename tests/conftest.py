@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import dtorch
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SECONDS_TO_END = 5.0
 
@@ -49,6 +51,15 @@ def shared() -> Callable[[str], Path]:
         return found
 
     return path
+
+
+@pytest.fixture
+def operations() -> Iterator[torch.library.Library]:
+    """The namespace ``dtorch_test``, for a test's own operations; no worker runs them any longer
+    when it goes."""
+    with torch.library._scoped_library("dtorch_test", "DEF") as library:
+        yield library
+        dtorch.synchronize()
 
 
 @pytest.fixture(autouse=True)

@@ -208,7 +208,9 @@ def test_a_view_of_memory_that_is_not_copied_is_guarded(
                 (viewed + 1).to_torch()
 
 
-def test_memory_that_is_not_copied_is_guarded_until_it_has_been_read() -> None:
+def test_memory_that_is_not_copied_is_guarded_until_it_has_been_read(
+    operations: torch.library.Library,
+) -> None:
     source = torch.ones(4)
     begun, written = threading.Event(), threading.Event()
 
@@ -217,20 +219,19 @@ def test_memory_that_is_not_copied_is_guarded_until_it_has_been_read() -> None:
         assert written.wait(10)
         return x * 1
 
-    with torch.library._scoped_library("dtorch_test", "DEF") as library:
-        library.define("late(Tensor x) -> Tensor")
-        library.impl("late", kernel, "CPU")
-        library.impl("late", torch.empty_like, "Meta")
-        for placement in (Replicate(), Shard(0)):
-            begun.clear()
-            written.clear()
-            lent = dtorch.Tensor(source, device_mesh=TWO, placements=[placement], copy=False)
-            late = torch.ops.dtorch_test.late(lent)
-            assert begun.wait(10)
-            source.add_(1)
-            written.set()
-            with pytest.raises(MutationError, match=WRITTEN_TO):
-                late.to_torch()
+    operations.define("late(Tensor x) -> Tensor")
+    operations.impl("late", kernel, "CPU")
+    operations.impl("late", torch.empty_like, "Meta")
+    for placement in (Replicate(), Shard(0)):
+        begun.clear()
+        written.clear()
+        lent = dtorch.Tensor(source, device_mesh=TWO, placements=[placement], copy=False)
+        late = torch.ops.dtorch_test.late(lent)
+        assert begun.wait(10)
+        source.add_(1)
+        written.set()
+        with pytest.raises(MutationError, match=WRITTEN_TO):
+            late.to_torch()
 
 
 def test_memory_that_cannot_be_guarded_is_copied() -> None:

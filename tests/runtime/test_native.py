@@ -416,53 +416,51 @@ def test_many_client_threads_on_known_calls() -> None:
 
 
 @native
-def test_a_python_kernel_takes_the_lock_only_for_itself() -> None:
-    with torch.library._scoped_library("dtorch_test", "DEF") as library:
-        library.define("doubled(Tensor x) -> Tensor")
-        library.impl("doubled", lambda x: x * 2, "CPU")
-        library.impl("doubled", torch.empty_like, "Meta")
-        x = dtorch.ones(3, device_mesh=TWO)
-        for _ in range(3):
-            assert torch.ops.dtorch_test.doubled(x).tolist() == [2.0] * 3
+def test_a_python_kernel_takes_the_lock_only_for_itself(operations: torch.library.Library) -> None:
+    operations.define("doubled(Tensor x) -> Tensor")
+    operations.impl("doubled", lambda x: x * 2, "CPU")
+    operations.impl("doubled", torch.empty_like, "Meta")
+    x = dtorch.ones(3, device_mesh=TWO)
+    for _ in range(3):
+        assert torch.ops.dtorch_test.doubled(x).tolist() == [2.0] * 3
 
-        def fails(x: torch.Tensor) -> torch.Tensor:
-            raise ValueError("from the kernel")
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("from the kernel")
 
-        library.define("failing(Tensor x) -> Tensor")
-        library.impl("failing", fails, "CPU")
-        library.impl("failing", torch.empty_like, "Meta")
-        with pytest.raises(WorkerError, match="ValueError on cpu:0: from the kernel") as caught:
-            torch.ops.dtorch_test.failing(x).to_torch()
-        assert isinstance(caught.value.__cause__, ValueError)
+    operations.define("failing(Tensor x) -> Tensor")
+    operations.impl("failing", fails, "CPU")
+    operations.impl("failing", torch.empty_like, "Meta")
+    with pytest.raises(WorkerError, match="ValueError on cpu:0: from the kernel") as caught:
+        torch.ops.dtorch_test.failing(x).to_torch()
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_a_failed_python_kernel_is_read_by_many_threads() -> None:
-    with torch.library._scoped_library("dtorch_test", "DEF") as library:
-        raised: type[BaseException]
+def test_a_failed_python_kernel_is_read_by_many_threads(operations: torch.library.Library) -> None:
+    raised: type[BaseException]
 
-        def fails(x: torch.Tensor) -> torch.Tensor:
-            raise raised("from the kernel")
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        raise raised("from the kernel")
 
-        library.define("failing(Tensor x) -> Tensor")
-        library.impl("failing", fails, "CPU")
-        library.impl("failing", torch.empty_like, "Meta")
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)
-        try:
-            for raised in (ValueError, SystemExit, ValueError):
-                lost = torch.ops.dtorch_test.failing(dtorch.ones(3))
-                causes: list[Any] = []
+    operations.define("failing(Tensor x) -> Tensor")
+    operations.impl("failing", fails, "CPU")
+    operations.impl("failing", torch.empty_like, "Meta")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for raised in (ValueError, SystemExit, ValueError):
+            lost = torch.ops.dtorch_test.failing(dtorch.ones(3))
+            causes: list[Any] = []
 
-                def read(lost: Any = lost, causes: list[Any] = causes) -> None:
-                    with pytest.raises(WorkerError, match="from the kernel") as caught:
-                        lost.to_torch()
-                    causes.append(type(caught.value.__cause__))
+            def read(lost: Any = lost, causes: list[Any] = causes) -> None:
+                with pytest.raises(WorkerError, match="from the kernel") as caught:
+                    lost.to_torch()
+                causes.append(type(caught.value.__cause__))
 
-                threads = [threading.Thread(target=read) for _ in range(8)]
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join(30)
-                assert causes == [raised] * 8
-        finally:
-            sys.setswitchinterval(interval)
+            threads = [threading.Thread(target=read) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+            assert causes == [raised] * 8
+    finally:
+        sys.setswitchinterval(interval)

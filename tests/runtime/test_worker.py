@@ -362,6 +362,7 @@ PRELUDE = """
 import os, signal, sys, threading, time
 import torch, dtorch
 from dtorch import Partial, Replicate, Shard
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 mesh = dtorch.DeviceMesh("cpu", [0, 1, 2])
 def queue_work(times=400):
     x = dtorch.ones(600, 600, device_mesh=mesh, placements=[Shard(0)])
