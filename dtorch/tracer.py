@@ -39,7 +39,7 @@ from .placement import Placements, Replicate, Shard
 from .program import Ref, ScalarRef, refs
 from .redistribution import Movement
 from .scalars import Expression, concrete, node_of
-from .sharded_forms import is_always_taken, sharded_form
+from .sharded_forms import is_always_taken, is_asked_for, sharded_form
 from .source import user_line
 from .spec import Spec
 from .stages import moved, on_latest_stage
@@ -380,7 +380,7 @@ class Tracer:
         _refuse_data_dependent(op, args)
         lowered, named = self._lowered(op, args, kwargs)
         is_always = is_always_taken(op)
-        form = sharded_form(op) if is_always or not is_strict() else None
+        form = sharded_form(op) if is_always or not is_strict() or self._asks(op, args) else None
         home = form and self.builder.common_home(op, lowered, named)
         if home is not None:
             args, kwargs = self._brought((args, kwargs), home)
@@ -400,6 +400,9 @@ class Tracer:
             return self.builder.apply(op, lowered, named)
         named = functionalization.with_dtype(op, self.builder.with_scalars(lowered), named)
         return self.builder.apply(op, lowered, named, self.mesh, self._fitting(op, lowered, named))
+
+    def _asks(self, op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+        return is_asked_for(op, functionalization.map_tensors(args, self.lift))
 
     def _brought(self, arguments: Any, home: DeviceMesh) -> Any:
         """Returns arguments with all tensors on one of the stages that they are on."""

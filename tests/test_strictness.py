@@ -57,6 +57,45 @@ def test_what_is_asked_for_is_allowed() -> None:
     assert torch.equal(z.to_torch(), x.to_torch())
 
 
+def _attention(q: Any, k: Any, v: Any) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().sum()
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("axis", ["ring_cp", "zigzag_cp", "ulysses_cp"])
+def test_context_parallelism_is_asked_for_by_name(axis: str, jitted: bool) -> None:
+    mesh = dtorch.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", axis))
+    torch.manual_seed(0)
+    given = [torch.randn(2, 4, 9, 8, requires_grad=True) for _ in range(3)]
+    expected = torch.autograd.grad(_attention(*given), given)
+    parts = [
+        dtorch.Tensor(x.detach(), device_mesh=mesh, placements=[Shard(0), Shard(2)]) for x in given
+    ]
+    grads = dtorch.grad(_attention, argnums=(0, 1, 2))
+    with dtorch.strict():
+        found = (dtorch.jit(grads) if jitted else grads)(*parts)
+    for grad, wanted in zip(found, expected, strict=True):
+        assert grad.placements == [Shard(0), Shard(2)]
+        torch.testing.assert_close(grad.to_torch(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("axis", "of_queries", "of_keys"),
+    [
+        ("cp", Shard(2), Shard(2)),
+        ("ring_cp", Shard(2), Replicate()),
+        ("ring_cp", Replicate(), Shard(2)),
+        ("ring_cp", Partial(), Partial()),
+    ],
+)
+def test_attention_communicates_nothing_else(axis: str, of_queries: Any, of_keys: Any) -> None:
+    mesh = dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    q = make(of_queries, shape=(1, 2, 8, 4), mesh=mesh)
+    k = make(of_keys, shape=(1, 2, 8, 4), mesh=mesh)
+    with pytest.raises(PlacementError, match=r"strict: aten\._scaled"), dtorch.strict():
+        _attention(q, k, k)
+
+
 CALLS = [
     lambda x: x.sort(1),
     lambda x: x.softmax(1),

@@ -31,14 +31,17 @@ def full(call: OpCall) -> Sharding:
 def new_filled(call: OpCall) -> Sharding:
     """Factories with a size, and a tensor that only gives the dtype: its layout does not matter."""
     names = dim_names(call.tensors[0].shape, "t")
-    return Sharding((names,), (dim_names(call.results[0].shape),), sizes=(("size", 0),))
+    return Sharding(
+        (names,), (dim_names(call.results[0].shape),), sizes=(("size", 0),), unread=frozenset({0})
+    )
 
 
 @rule(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)
 def like(call: OpCall) -> Sharding:
     """Factories with the shape and the layout of a tensor."""
     result = call.results[0].shape
-    return Sharding((broadcast_names(call.tensors[0].shape, result),), (dim_names(result),))
+    names = broadcast_names(call.tensors[0].shape, result)
+    return Sharding((names,), (dim_names(result),), unread=frozenset({0}))
 
 
 @rule(aten.scalar_tensor, aten.linspace, aten.logspace, aten.eye)

@@ -6,7 +6,8 @@ for one mesh axis at a time, are the operation's *strategies*:
 - all arguments replicated: always right;
 - a name that appears in arguments and results is sharded through;
 - a name only in arguments is contracted: sharding it leaves the results `Partial`;
-- a `linear` set of arguments may be `Partial` together, and so then are the results.
+- a `linear` set of arguments may be `Partial` together, and so then are the results;
+- an `unread` argument may be `Partial` with replicated results.
 
 In text, ``... k, n k, +n -> ... n``: ``...`` stands for the remaining dims, aligned from the
 right and broadcast; ``k!`` must be whole; ``+`` marks an argument that is added once (a bias),
@@ -95,6 +96,7 @@ class Sharding:
         additive: The arguments (by index) that are added once.
         linear: The sets of arguments that may be partial together.
         partial_ops: The reductions that the linear sets commute with.
+        unread: The arguments of which only the shape counts: partial ones stay as they are.
         sizes: Arguments, by name, that hold the size of a result (by index); each device gets
             its local size there.
         movement: For an operation that only moves ranges of a dim of its first argument: what
@@ -113,6 +115,7 @@ class Sharding:
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     partial_ops: tuple[str, ...] = LINEAR
+    unread: frozenset[int] = frozenset()
     sizes: tuple[tuple[str, int], ...] = ()
     movement: Movement | None = None
     localize: Localize | None = None
@@ -125,6 +128,9 @@ class Sharding:
         for together in self.linear:
             for op in self.partial_ops:
                 yield self._partial(together, op)
+        for op in ANY_REDUCTION if self.unread else ():
+            inputs = self._partial(self.unread, op).inputs
+            yield Strategy(inputs, self._all(Replicate(), self.outputs))
 
     def allows(self, name: str | None, axis: int) -> bool:
         """Returns whether a mesh axis may split a name, or none."""

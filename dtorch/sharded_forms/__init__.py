@@ -15,12 +15,13 @@ what it cannot do. Half precision is computed in float32 and rounded once, as th
 """
 
 from . import attention, experts, losses, movement, normalization, reduction, scan, softmax, windows
-from .registry import is_always_taken, sharded_form
+from .registry import is_always_taken, is_asked_for, sharded_form
 
 __all__ = [
     "attention",
     "experts",
     "is_always_taken",
+    "is_asked_for",
     "losses",
     "movement",
     "normalization",

@@ -54,7 +54,24 @@ def _num_pieces(x: Any, axes: Collection[int]) -> int:
     return math.prod(x.device_mesh.shape[a] for a in axes)
 
 
-@form(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def _is_named(query: Any, key: Any, value: Any, *_: Any) -> bool:
+    """Whether the names of the axes ask for all that is communicated."""
+    axes, heads = _split_axes(query), _head_axes(query)
+    names = query.device_mesh.mesh_dim_names
+    if not axes or names is None or any(p.is_partial() for p in query.placements):
+        return False
+    if not query.placements == key.placements == value.placements:
+        return False
+    exchanged = _ulysses_axes(query, key, axes)
+    asked = all(names[a] in (_ULYSSES if a in exchanged else _RINGS) for a in axes)
+    return asked and _heads_divide(query, key, heads | exchanged)
+
+
+def _is_named_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any) -> bool:
+    return grad.placements == query.placements and _is_named(query, key, value)
+
+
+@form(aten._scaled_dot_product_flash_attention_for_cpu.default, asked=_is_named)
 def _attention(
     query: Any,
     key: Any,
@@ -96,7 +113,10 @@ def _attention(
     return _finished(out, sums, query.dtype, mask is not None)
 
 
-@form(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+@form(
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    asked=_is_named_backward,
+)
 def _attention_backward(
     grad: Any,
     query: Any,
@@ -237,7 +257,9 @@ class _Ring:
 
     def passed_on(self, x: Tensor) -> Any:
         """Returns every piece at the next device of the ring."""
-        return x.roll(self.length, 2)
+        size, rest = self.count * self.length, (self.count - 1) * self.length
+        shift = (Segment(0, rest, self.length), Segment(self.length, 0, rest))
+        return permuted(x, Movement(2, shift), size)
 
     def end(self, x: Any) -> Any:
         """Returns pieces as the sequence that they are of, without what filled them up."""

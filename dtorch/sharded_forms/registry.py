@@ -23,6 +23,7 @@ FLOATING = HALF | {torch.float32, torch.float64}
 INEXACT = FLOATING | {torch.complex64, torch.complex128}
 _FORMS: dict[torch._ops.OpOverload, _Form] = {}
 _ALWAYS: set[torch._ops.OpOverload] = set()
+_ASKED: dict[torch._ops.OpOverload, Callable[..., bool]] = {}
 
 
 def sharded_form(op: torch._ops.OpOverload) -> _Form | None:
@@ -35,8 +36,16 @@ def is_always_taken(op: torch._ops.OpOverload) -> bool:
     return op in _ALWAYS
 
 
+def is_asked_for(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Returns whether the layouts of the arguments name what the form of an operation does."""
+    return op in _ASKED and _ASKED[op](*args)
+
+
 def form(
-    *ops: torch._ops.OpOverload, takes: _Takes | None = None, always: bool = False
+    *ops: torch._ops.OpOverload,
+    takes: _Takes | None = None,
+    always: bool = False,
+    asked: Callable[..., bool] | None = None,
 ) -> Callable[[_Form], _Form]:
     """Registers a function as the form of operations.
 
@@ -45,6 +54,8 @@ def form(
         takes: Says of the dtypes of the tensors among the arguments, in their order, whether the
             kernels of the operations take them; None if they take all.
         always: Whether it is taken even where no shard of an argument would have to move.
+        asked: Says of the positional arguments whether their layouts name what the form does, so
+            that it is no implicit communication; None if none does.
     """
 
     def register(function: _Form) -> _Form:
@@ -55,6 +66,8 @@ def form(
 
         for op in ops:
             _FORMS[op] = checked
+            if asked is not None:
+                _ASKED[op] = asked
         _ALWAYS.update(ops if always else ())
         return function
 
