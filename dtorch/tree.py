@@ -7,7 +7,7 @@ registered with optree when they are first met.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -45,6 +45,18 @@ def leaf_names(tree: Any) -> tuple[list[str], list[Any], Any]:
         tree, is_leaf=_is_leaf, namespace=NAMESPACE
     )
     return [".".join(map(str, path)) for path in paths], leaves, treespec
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested dicts, keyed by the parts of the names of their leaves between dots."""
+    tree: dict[str, Any] = {}
+    for name, value in leaves.items():
+        *parents, last = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
 
 
 def argument_path(names: Sequence[str], values: Any, number: int) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from .. import aliases, generator, tracer
-from ..tree import flatten
+from ..tree import flatten, nested
 
 __all__ = ["Apply", "functionalize"]
 
@@ -100,11 +100,11 @@ class Apply:
         given = dict(_walk(params))
         self._check_names(given)
         parts = {n: v for n, v in given.items() if n not in self.buffers}
-        return _nested(parts), _nested({n: given[n] for n in self.leaves if n in self.buffers})
+        return nested(parts), nested({n: given[n] for n in self.leaves if n in self.buffers})
 
     def join(self, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> dict[str, Any]:
         """Returns one tree of two that `split` made; the leaves are the same tensors."""
-        return _nested({**dict(_walk(parameters)), **dict(_walk(buffers))})
+        return nested({**dict(_walk(parameters)), **dict(_walk(buffers))})
 
     def _check_names(self, given: Mapping[str, Any]) -> None:
         if given.keys() == set(self.leaves):
@@ -163,7 +163,7 @@ def functionalize(module: nn.Module) -> tuple[dict[str, Any], Apply]:
         for n, t in named.items()
         if n not in apply.tied
     }
-    return _nested(leaves), apply
+    return nested(leaves), apply
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -185,17 +185,6 @@ def _walk(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _walk(value, name)
         else:
             yield name, value
-
-
-def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, value in leaves.items():
-        *parents, last = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return tree
 
 
 @contextlib.contextmanager

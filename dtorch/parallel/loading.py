@@ -23,7 +23,7 @@ from ..mesh import DeviceMesh
 from ..placement import Placements
 from ..spec import Box, Spec
 from ..tensor import Tensor, from_boxes
-from ..tree import leaf_names, unflatten
+from ..tree import leaf_names, nested, unflatten
 from .plan import Meshes, Plan, layouts, placed
 
 try:
@@ -120,7 +120,7 @@ def load(
         for name, part in _parts(sources, found, f"loading {folder}")
     }
     if treespec is None:
-        return _nested({name: read[name] for name in wanted})
+        return nested({name: read[name] for name in wanted})
     results = [read[n] if n in read else placed(kept[n], *where[n]) for n in wanted]
     return unflatten(treespec, results)
 
@@ -411,17 +411,6 @@ def _read(
         return found.clone() if is_view else found.to(wanted)
 
     return from_boxes(Spec.of(shape, wanted, mesh, placements), box)
-
-
-def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, value in leaves.items():
-        *parents, last = name.split(".")
-        node = result
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return result
 
 
 @contextlib.contextmanager
