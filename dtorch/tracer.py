@@ -46,7 +46,7 @@ from .stages import moved, on_latest_stage
 from .strictness import is_strict
 from .symbolic import Storage, SymbolicTensor, ViewStep
 from .tensor import Tensor, wrapper
-from .tracing_modes import DispatchMode, FunctionMode, compiling, replaying_views
+from .tracing_modes import DispatchMode, FunctionMode, compiling, refusing_seeds, replaying_views
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -120,9 +120,9 @@ class Tracer:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Makes this the trace that records operations on this thread."""
-        before = read_state(torch.default_generator)
         with contextlib.ExitStack() as stack:
             stack.enter_context(lock)
+            stack.enter_context(refusing_seeds())
             stack.enter_context(compiling())
             stack.enter_context(replaying_views())
             stack.enter_context(FunctionMode(self))
@@ -134,7 +134,6 @@ class Tracer:
                 yield
             finally:
                 _current.tracer = outer
-        _refuse_seeding(before)
 
     @contextlib.contextmanager
     def factories(self, mesh: DeviceMesh, placements: Placements | None) -> Iterator[None]:
@@ -743,21 +742,6 @@ def read_state(generator: torch.Generator) -> torch.Tensor:
         finally:
             if collects:
                 gc.enable()
-
-
-def _refuse_seeding(before: torch.Tensor) -> None:
-    """Raises if the traced function has seeded PyTorch's generator, which only a run can do."""
-    generator = torch.default_generator
-    now = read_state(generator)
-    if torch.equal(before, now):
-        return
-    seeded = torch.Generator().manual_seed(generator.initial_seed()).get_state()
-    if torch.equal(now, seeded):
-        raise TraceError(
-            f"a traced function calls torch.manual_seed({generator.initial_seed()}), which would "
-            "seed the generator once, when it is traced, and not in each call.\n"
-            "  Fix: seed before the call, or draw with dtorch.random and an explicit key."
-        )
 
 
 def _refuse_data_dependent(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:

@@ -7,6 +7,7 @@ every ATen operation.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -120,3 +121,51 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def refusing_seeds() -> Iterator[None]:
+    """Raises where this thread seeds PyTorch's generator, which only a run can do."""
+    watched, thread = torch.random.default_generator, threading.get_ident()
+    watching = _Watched(watched, thread)
+    before = watched.initial_seed()
+    torch.random.default_generator = watching  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch.random.default_generator = watched
+    now = watched.initial_seed()
+    if now not in (before, *watching.seeds):  # a method of the generator has been called
+        _refuse(now)
+
+
+class _Watched:
+    """Stands for a generator in `torch.random`, and tells the threads that seed it apart."""
+
+    def __init__(self, generator: torch.Generator, thread: int) -> None:
+        self._generator = generator
+        self._thread = thread
+        self.seeds: set[int] = set()  # given by other threads
+
+    def manual_seed(self, seed: int) -> torch.Generator:
+        if threading.get_ident() == self._thread:
+            _refuse(seed)
+        made = self._generator.manual_seed(seed)
+        self.seeds.add(self._generator.initial_seed())
+        return made
+
+    def seed(self) -> int:
+        made = self._generator.seed()
+        self.seeds.add(made)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+
+def _refuse(seed: int) -> None:
+    raise TraceError(
+        f"a traced function calls torch.manual_seed({seed}), which would seed the generator once, "
+        f"when it is traced, and not in each call ({user_line() or 'unknown line'}).\n"
+        "  Fix: seed before the call, or draw with dtorch.random and an explicit key."
+    )

@@ -808,6 +808,24 @@ def test_seeding_inside_a_traced_function_raises() -> None:
     with pytest.raises(dtorch.errors.TraceError, match=r"manual_seed\(3\)(.|\n)*Fix: seed before"):
         dtorch.jit(f)(x)
 
+    def of_the_generator(x: Any) -> Any:
+        torch.default_generator.manual_seed(torch.initial_seed() + 1)
+        return torch.rand_like(x)
+
+    with pytest.raises(dtorch.errors.TraceError, match="Fix: seed before"):
+        dtorch.jit(of_the_generator)(x)
+
+
+def test_another_thread_seeds_during_a_trace() -> None:
+    def f(x: Any) -> Any:
+        thread = threading.Thread(target=lambda: (torch.manual_seed(11), torch.seed()))
+        thread.start()
+        thread.join()
+        return x + 1
+
+    assert dtorch.jit(f)(dtorch.ones(3)).tolist() == [2.0] * 3
+    assert type(torch.random.default_generator) is torch.Generator
+
 
 @pytest.mark.parametrize(
     "draw",
