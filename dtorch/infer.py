@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .cpu_results import LIKE_ARGUMENT, REPLACED, as_meta_kernel_takes, corrected
+from .elementwise import with_strides
 from .errors import DataDependentError
 from .program import Ref, ScalarRef
 from .refusals import as_torch_refuses
@@ -192,10 +193,9 @@ def _asked_of_meta_kernel(asked: Question, args: list[Any], kwargs: dict[str, An
         on_cpu = "cuda" not in {s.mesh.device_type for s in asked.leaves if isinstance(s, Spec)}
         if on_cpu and op in REPLACED:
             return _map_results(REPLACED[op](*args, **kwargs))
-        results = op(*args, **kwargs)
-        if on_cpu:
-            results = corrected(op, dict(zip(names, args, strict=False)) | kwargs, results)
-        return _map_results(results)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        results = with_strides(op, arguments, op(*args, **kwargs))
+        return _map_results(corrected(op, arguments, results) if on_cpu else results)
     except NotImplementedError as error:
         if "meta" not in str(error).lower():
             raise

@@ -151,3 +151,48 @@ def test_strides_that_differ_for_dims_of_one_element_are_taken_over() -> None:
     y = spread(values((3, 4)), PAIR, [S(0)])
     y.as_strided_((2, 2), (1, 4))
     assert torch.equal(y.to_torch(), values((3, 4)).as_strided((2, 2), (1, 4)))
+
+
+WITH_A_DIM_OF_ONE = [
+    ((1, 64, 8, 8), (64, 1, 512, 64)),  # as of a transposed view
+    ((2, 1, 3, 3), (9, 1, 3, 1)),
+    ((1, 3, 1, 5), (3, 1, 15, 3)),
+    ((4, 1, 1), (1, 4, 4)),
+    ((6, 1), (1, 6)),
+    ((5, 4, 1), (1, 5, 1)),
+]
+ELEMENTWISE: dict[str, Callable[[Any], Any]] = {
+    "neg": torch.neg,
+    "add_scalar": lambda x: x + 1,
+    "div_scalar": lambda x: x / 2,
+    "eq_scalar": lambda x: x == 1,
+    "pow_scalar": lambda x: x**2,
+    "add_contiguous": lambda x: x + torch.ones(x.shape),
+    "add_row": lambda x: x + torch.ones(x.shape[-1]),
+    "add_itself": lambda x: x + x,
+    "where": lambda x: torch.where(torch.ones(x.shape, dtype=torch.bool), x, 2.0),
+    "addcmul": lambda x: torch.addcmul(x, x, torch.ones(x.shape)),
+    "lerp": lambda x: torch.lerp(x, torch.ones(x.shape), 0.5),
+    "half": lambda x: x.half() + 1,
+}
+
+
+@pytest.mark.parametrize(("shape", "stride"), WITH_A_DIM_OF_ONE)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_strides_of_dims_of_one(name: str, shape: Any, stride: Any) -> None:
+    x = torch.empty_strided(shape, stride).fill_(3)
+    expected = ELEMENTWISE[name](x)
+    for call in (ELEMENTWISE[name], dtorch.jit(ELEMENTWISE[name])):
+        found = call(dtorch.Tensor(x, device_mesh=ONE, placements=[R]))
+        assert found.stride() == expected.stride()
+        assert torch.equal(found.to_torch(), expected)
+
+
+def test_group_norm_of_what_only_nearly_is_channels_last() -> None:
+    def call(x: Any, y: Any) -> Any:
+        return F.group_norm((x.mT.reshape(1, 8, 4, 4) + y) / 1, 4)
+
+    x, y = values((1, 16, 8)), values((1, 8, 4, 4))
+    for mesh, layout in ((ONE, [R]), (PAIR, [S(1)]), (TRIPLE, [S(2)])):
+        found = dtorch.jit(call)(spread(x, mesh, layout), spread(y, mesh, layout))
+        torch.testing.assert_close(found.to_torch(), call(x, y))
