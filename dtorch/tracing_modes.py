@@ -126,14 +126,15 @@ def compiling() -> Iterator[None]:
 @contextlib.contextmanager
 def refusing_seeds() -> Iterator[None]:
     """Raises where this thread seeds PyTorch's generator, which only a run can do."""
-    watched, thread = torch.random.default_generator, threading.get_ident()
-    watching = _Watched(watched, thread)
+    module: Any = torch.random
+    watched = module.default_generator
+    watching = _Watched(watched, threading.get_ident())
     before = watched.initial_seed()
-    torch.random.default_generator = watching  # pyright: ignore[reportAttributeAccessIssue]
+    module.default_generator = watching
     try:
         yield
     finally:
-        torch.random.default_generator = watched
+        module.default_generator = watched
     now = watched.initial_seed()
     if now not in (before, *watching.seeds):  # a method of the generator has been called
         _refuse(now)

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("strictness",),
     ("custom_ops", "expert_ops"),
     ("rules",),
-    ("cpu_results", "refusals", "infer", "propagation", "decision"),
+    ("elementwise", "cpu_results", "refusals", "infer", "propagation", "decision"),
     ("scalars", "source"),
     ("builder",),
     ("runtime",),
@@ -62,7 +62,7 @@ FORBIDDEN = {
 # What importing dtorch may import, and what only a function that needs it may, or a statement
 # that goes on without it.
 REQUIRED = {"torch", "optree", "numpy"} | sys.stdlib_module_names
-OPTIONAL = {"safetensors", "transformers", "tokenizers", "tqdm", "IPython"}
+OPTIONAL = {"diffusers", "safetensors", "transformers", "tokenizers", "tqdm", "IPython"}
 
 
 When = Literal["module", "function", "type checking", "if installed"]

@@ -63,12 +63,19 @@ class Apply:
             RuntimeError: The module is differentiated and uses activation checkpointing, whose
                 second computation would be with the module's own parameters.
         """
+        return self.call("__call__", params, *args, **kwargs)
+
+    def call(self, method: str, params: Mapping[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+        """As a call, but of the method of the module with this name, such as ``"decode"``.
+
+        Source: the argument `method` of `flax.linen.Module.apply`.
+        """
         given = dict(_walk(params))
         self._check_names(given)
         values = {name: given[leaf] for name, leaf in self._leaf_of.items()}
         with _alone(), _holding(self.module, values), _recomputing_refused(self.__name__):
             first = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
-            result = self.module(*args, **kwargs)
+            result = getattr(self.module, method)(*args, **kwargs)
             if _is_recomputed(result, first):
                 raise RuntimeError(_recomputes(self.__name__))
         for name, value in self._assigned(given, values).items():
