@@ -500,6 +500,11 @@ class Tracer:
         if op is aten.as_strided.default:
             base, args, kwargs = self._by_place_in_memory(base, *args[1:], **kwargs)
         lowered, named = self._lowered(op, args[1:], kwargs, skip=1)
+        form = None if is_strict() else sharded_form(op)
+        if form and self.builder.moves_shards(op, (Ref(self.read(base)), *lowered), named):
+            views = self._formed(form, (base, *args[1:]), kwargs)
+            if views is not NotImplemented:
+                return views
         results = self.builder.apply(op, (Ref(self.read(base)), *lowered), named)
         metas = flattened(infer(op, (base._spec, *lowered), named))
         views = []

@@ -148,3 +148,55 @@ def test_what_padding_fills_up_with_belongs_to_the_program() -> None:
         expected = torch.constant_pad_nd(x, (0, 0, 1, 1), value)
         assert torch.equal(torch.constant_pad_nd(d, (0, 0, 1, 1), value).to_torch(), expected)
         assert torch.equal(jitted(d, value).to_torch(), expected)
+
+
+SPLITS = {
+    "split": lambda x: x.split(3, 1),
+    "split_with_sizes": lambda x: x.split([2, 0, 5], -1),
+    "chunk": lambda x: x.chunk(2, 1),
+    "split_the_other_dim": lambda x: x.split(3, 0),
+    "tensor_split": lambda x: x.tensor_split(3, 1),
+    "unsafe_chunk": lambda x: torch.unsafe_chunk(x, 4, 1),
+    "split_copy": lambda x: torch.split_copy(x, 4, 1),
+}
+
+
+@pytest.mark.parametrize("placement", [S(0), S(1), R, SUM], ids=str)
+@pytest.mark.parametrize("name", SPLITS)
+def test_splits_of_a_split_dim(name, placement):
+    x = values((4, 7))
+    for mesh in (PAIR, TRIPLE):
+        for run in (SPLITS[name], dtorch.jit(SPLITS[name])):
+            found, expected = run(spread(x, mesh, [placement])), SPLITS[name](x)
+            assert [t.shape for t in found] == [t.shape for t in expected]
+            for part, wanted in zip(found, expected, strict=True):
+                torch.testing.assert_close(part.to_torch(), wanted)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("name", list(SPLITS)[:5])
+def test_the_ranges_of_a_split_dim_are_views(name, jitted):
+    def call(x):
+        x = x.clone()
+        for number, part in enumerate(SPLITS[name](x)):
+            part.mul_(number)
+        return x
+
+    x = values((4, 7))
+    run = dtorch.jit(call) if jitted else call
+    for mesh in (PAIR, TRIPLE):
+        assert torch.equal(run(spread(x, mesh, [S(1)])).to_torch(), call(x))
+
+
+def test_nothing_of_a_fused_projection_is_gathered():
+    def call(x, weight):
+        gate, up = F.linear(x, weight).chunk(2, -1)
+        return F.silu(gate) * up
+
+    x, weight = values((2, 5, 6)), values((16, 6))
+    given = spread(x, PAIR, [R]), spread(weight, PAIR, [S(0)])
+    jitted = dtorch.jit(call)
+    program = jitted.program(*given)
+    steps = [i.step.kind for i in program.instructions if isinstance(i, Redistribute)]
+    assert steps == [Collective.PERMUTE] * 2
+    torch.testing.assert_close(jitted(*given).to_torch(), call(x, weight))

@@ -20,6 +20,7 @@ It needs `diffusers` and the extra `models`; nothing is imported from there befo
 from __future__ import annotations
 
 import copy
+import difflib
 import fnmatch
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import nn
 
-from ..errors import MeshError
+from ..errors import MeshError, PlacementError
 from ..jit import jit
 from ..mesh import DeviceMesh
 from ..nn import functionalize
@@ -62,19 +63,14 @@ _FEATURES: dict[str, Annotation] = {
     **dict.fromkeys(("*.norm*.linear.*", "norm_out.linear.*"), _COLUMN),
     **dict.fromkeys(("*token_embedding.*", "shared.*"), P("tp")),
 }
+# What all blocks are modulated by is whole before they take it apart.
+_MODULATED = dict.fromkeys(
+    ("context_embedder", "time_text_embed", "*.norm*.linear", "norm_out.linear", "proj_out"),
+    P(BATCH),
+)
 _ACTIVATIONS: dict[str, dict[str, P]] = {
-    "SD3Transformer2DModel": {
-        "pos_embed": P(BATCH, SEQUENCE),
-        "context_embedder": P(BATCH),
-        "time_text_embed": P(BATCH),
-        "proj_out": P(BATCH),
-    },
-    "FluxTransformer2DModel": {
-        "x_embedder": P(BATCH, SEQUENCE),
-        "context_embedder": P(BATCH),
-        "time_text_embed": P(BATCH),
-        "proj_out": P(BATCH),
-    },
+    "SD3Transformer2DModel": {"pos_embed": P(BATCH, SEQUENCE), **_MODULATED},
+    "FluxTransformer2DModel": {"x_embedder": P(BATCH, SEQUENCE), **_MODULATED},
     "AutoencoderKL": {
         "encoder.conv_in": P("dp", None, ("cfg", *SEQUENCE, "tp")),
         "decoder.conv_in": P("dp", None, ("cfg", *SEQUENCE, "tp")),
@@ -101,8 +97,8 @@ def shard(
             evenly, in their order; the text encoders lie on the first stage, with what comes before
             the layers, and the autoencoder on the last.
         plan: Annotations of the parameters by path pattern; those of `plan_of` if None.
-        activations: Annotations of what modules return, by their paths; those of `activations_of`
-            if None.
+        activations: Annotations of what modules return, by path pattern; those of
+            `activations_of` if None.
         compile: As of `jit`.
 
     Returns:
@@ -120,7 +116,8 @@ def shard(
             neither `plan` nor `activations` is given).
         ValueError: The transformer's heads do not divide over the axes; the message says over how
             many they do. Or it has fewer layers than there are stages.
-        PlacementError: As for `dtorch.parallel.shard`.
+        PlacementError: As for `dtorch.parallel.shard`; or a pattern of `activations` matches no
+            module.
     """
     models = _models(pipe)
     if plan is None and activations is None:
@@ -174,7 +171,7 @@ def plan_of(pipe: Any, mesh: Meshes) -> dict[str, Annotation]:
 
 
 def activations_of(pipe: Any) -> dict[str, P]:
-    """Returns the layouts that `shard` gives activations: of what modules return, by their paths.
+    """Returns the layouts that `shard` gives activations: what modules return, by path pattern.
 
     For the transformers of SD3 and Flux: the batch is split over ``cfg`` and ``dp``, and the
     image's tokens over ``ring_cp`` and ``ulysses_cp``. For `AutoencoderKL`: the rows of the image
@@ -304,18 +301,25 @@ def _skeleton(model: nn.Module) -> nn.Module:
 
 def _mark(skeletons: Mapping[str, nn.Module], activations: Mapping[str, P]) -> None:
     """Has modules lay out what they return."""
+    modules = {
+        f"{name}.{path}": part
+        for name, model in skeletons.items()
+        for path, part in model.named_modules()
+    }
 
     def hook(annotation: P) -> Callable[..., Any]:
         return lambda module, args, result: constrain(result, annotation)
 
-    for path, annotation in activations.items():
-        name, _, own = path.partition(".")
-        if name not in skeletons:
-            raise ValueError(
-                f"the pipeline has no model {name!r}, of which the activation {path!r} would be.\n"
-                f"  Fix: one of {', '.join(skeletons)}."
+    for pattern, annotation in activations.items():
+        found = fnmatch.filter(modules, pattern)
+        if not found:
+            near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.3)
+            raise PlacementError(
+                f"the pattern {pattern!r} of activations matches no module of the pipeline; the "
+                f"nearest are {', '.join(near) or 'none'}.\n  Fix: correct or remove it."
             )
-        skeletons[name].get_submodule(own).register_forward_hook(hook(annotation))
+        for path in found:
+            modules[path].register_forward_hook(hook(annotation))
 
 
 def _with_stages(transformer: nn.Module | None, mesh: Meshes) -> Meshes:

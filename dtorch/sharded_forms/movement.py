@@ -6,6 +6,7 @@ A range of one dim is a movement by its rule (`rules.sharding.moved`); here is w
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +50,27 @@ def _pad(x: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
     for i in padded:
         x = aten.constant_pad_nd.default(x, [*(0,) * i, *pad[i : i + 2]], value)
     return x
+
+
+@form(
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.split_copy.Tensor,
+    aten.split_with_sizes_copy.default,
+)
+def _split(x: Any, sizes: int | Sequence[int], dim: int = 0) -> Any:
+    """The ranges one by one, each of which moves."""
+    length = x.shape[dim]
+    if dim % x.ndim not in _split_dims(x) or not length:
+        return NotImplemented
+    if isinstance(sizes, int):
+        starts = range(0, length, sizes)
+        sizes = [min(sizes, length - start) for start in starts]
+    else:
+        starts = itertools.accumulate(sizes[:-1], initial=0)
+    return [x.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)]
 
 
 @form(aten.flip.default)
