@@ -60,7 +60,9 @@ _FEATURES: dict[str, Annotation] = {
     **dict.fromkeys(("*.net.0.proj.*", "*.proj_mlp.*", "*.fc1.*", "*.wi*.*"), _COLUMN),
     **dict.fromkeys(("*.net.2.*", "*.fc2.*", "*.wo.*"), _ROW),
     "single_transformer_blocks.*.proj_out.*": _ROW,
-    **dict.fromkeys(("*.norm*.linear.*", "norm_out.linear.*"), _COLUMN),
+    **dict.fromkeys(("*.norm*.linear.*", "norm_out.linear.*", "context_embedder.*"), _COLUMN),
+    "*_embedder.linear_1.*": _COLUMN,
+    "*_embedder.linear_2.*": _ROW,
     **dict.fromkeys(("*token_embedding.*", "shared.*"), P("tp")),
 }
 # What all blocks are modulated by is whole before they take it apart.
