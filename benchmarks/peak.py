@@ -128,8 +128,8 @@ def subject_call(subject: str, library: str) -> Call:
         return model_call(library, llama.llama(size), (llama.token_ids(size),), fetch)
     from .models import sd3
 
-    numbers = sd3.SIZES["medium"]
-    return model_call(library, sd3.transformer(*numbers), sd3.inputs(*numbers[1:]), fetch)
+    size = subject.partition(", ")[2]
+    return model_call(library, sd3.transformer(size), sd3.inputs(size), fetch)
 
 
 def release() -> None:

@@ -1,34 +1,94 @@
-"""diffusers' SD3Transformer2DModel in two sizes."""
+"""The models of Stable Diffusion 3 in two sizes: diffusers' transformer and the text encoders.
+
+``realistic`` has the width of SD3 medium, in its latents of 512 x 512 pixels, and 4 layers of each
+model.
+"""
+
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from torch import Tensor
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
-SIZES = {"small": (2, 16, 4, 16), "medium": (6, 64, 8, 32)}  # layers, head size, heads, latents
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {
+        "sample_size": 32,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 4,
+        "attention_head_dim": 16,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 64,
+        "caption_projection_dim": 64,
+        "pooled_projection_dim": 32,
+        "pos_embed_max_size": 96,
+    },
+    "realistic": {
+        "sample_size": 64,
+        "num_layers": 4,
+        "attention_head_dim": 64,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "caption_projection_dim": 1536,
+        "pooled_projection_dim": 2048,
+        "pos_embed_max_size": 96,
+    },
+}
+NUM_TEXT_TOKENS = {"small": 33, "realistic": 333}
+# CLIP-L, CLIP-bigG and T5: hidden size, size of the feed-forward layer, heads.
+CLIPS = {
+    "small": ((32, 64, 4), (64, 128, 4)),
+    "realistic": ((768, 3072, 12), (1280, 5120, 20)),
+}
+T5 = {"small": (64, 128, 4), "realistic": (4096, 10240, 64)}
 
 
-def transformer(num_layers: int, head_dim: int, num_heads: int, latents: int) -> torch.nn.Module:
-    """Returns the model with random weights."""
+def transformer(size: str) -> torch.nn.Module:
+    """Returns the transformer with random weights."""
     torch.manual_seed(0)
-    hidden = num_heads * head_dim
-    model = SD3Transformer2DModel(
-        sample_size=latents,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=num_layers,
-        attention_head_dim=head_dim,
-        num_attention_heads=num_heads,
-        joint_attention_dim=hidden,
-        caption_projection_dim=hidden,
-        pooled_projection_dim=hidden,
-        pos_embed_max_size=96,
-    )
-    return model.eval().requires_grad_(False)
+    return SD3Transformer2DModel(**SIZES[size]).eval().requires_grad_(False)
 
 
-def inputs(head_dim: int, num_heads: int, latents: int) -> tuple[Tensor, ...]:
+def inputs(size: str) -> tuple[Tensor, ...]:
     """Returns latents, text, pooled text and time steps for a batch of 2."""
-    hidden = num_heads * head_dim
-    shapes = ((2, 4, latents, latents), (2, 33, hidden), (2, hidden))
+    config, side = SIZES[size], SIZES[size]["sample_size"]
+    shapes = (
+        (2, config.get("in_channels", 16), side, side),
+        (2, NUM_TEXT_TOKENS[size], config["joint_attention_dim"]),
+        (2, config["pooled_projection_dim"]),
+    )
     return *(torch.randn(shape) for shape in shapes), torch.tensor([1000.0, 500.0])
+
+
+def text_encoders(size: str) -> dict[str, torch.nn.Module]:
+    """Returns the text encoders with random weights, by name."""
+    torch.manual_seed(0)
+    num_layers = 2 if size == "small" else 4
+    models: dict[str, torch.nn.Module] = {}
+    for name, (hidden, inner, heads) in zip(("CLIP-L", "CLIP-bigG"), CLIPS[size], strict=True):
+        config = CLIPTextConfig(
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_hidden_layers=num_layers,
+            num_attention_heads=heads,
+            projection_dim=hidden,
+        )
+        models[name] = CLIPTextModelWithProjection(config)
+    hidden, inner, heads = T5[size]
+    t5 = T5Config(
+        d_model=hidden,
+        d_ff=inner,
+        d_kv=hidden // heads,
+        num_heads=heads,
+        num_layers=num_layers,
+        feed_forward_proj="gated-gelu",
+    )
+    models["T5"] = T5EncoderModel(t5)
+    return {name: model.eval().requires_grad_(False) for name, model in models.items()}
+
+
+def token_ids(name: str) -> Tensor:
+    """Returns tokens for a text encoder: two texts of 77 tokens, or 256 for T5."""
+    made = torch.Generator().manual_seed(0)
+    return torch.randint(3, 30_000, (2, 256 if name == "T5" else 77), generator=made)

@@ -1,6 +1,7 @@
 """The native executor: how it is chosen and built, and what its cache of calls must tell apart."""
 
 import gc
+import math
 import os
 import re
 import subprocess
@@ -19,8 +20,10 @@ from dtorch import Partial, Replicate, Shard
 from dtorch.dispatch import _calls
 from dtorch.errors import WorkerError
 from dtorch.runtime import EXECUTOR, NATIVE
+from dtorch.tree import flatten
 
 TWO = dtorch.DeviceMesh("cpu", [0, 1])
+CHAIN_SHAPE, MARK = (2048, 2048), "--- from here ---"  # of benchmarks/peak.py
 native = pytest.mark.skipif(EXECUTOR != "native", reason="the Python executor runs")
 
 
@@ -464,3 +467,86 @@ def test_a_failed_python_kernel_is_read_by_many_threads(operations: torch.librar
             assert causes == [raised] * 8
     finally:
         sys.setswitchinterval(interval)
+
+
+# -- results in the memory of operands -----------------------------------------------------
+
+
+@native
+def test_an_elementwise_result_takes_the_memory_of_an_operand_that_nobody_has() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.peak", "chain, jit", "dtorch", "1"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    live = re.findall(r"total alloc (\d+) bytes", done.stderr.partition(MARK)[2])
+    one_tensor = 4 * math.prod(CHAIN_SHAPE)
+    assert one_tensor <= max(map(int, live)) < 1.01 * one_tensor
+
+
+OVERWRITES: dict[str, Callable[[Any], Any]] = {
+    "a_view_lives_on": lambda y: (y[1:], y.exp()),
+    "an_alias_lives_on": lambda y: (y.detach(), y.neg()),
+    "twice_an_operand": lambda y: y * y,
+    "the_second_operand": lambda y: 3 - y,
+    "wider_than_the_operand": lambda y: y[:1] + torch.ones(6, 4),
+    "transposed": lambda y: y.mT + torch.ones(4, 6),
+    "another_dtype": lambda y: (y > 0.5, y + torch.ones((), dtype=torch.float64)),
+    "complex": lambda y: y * 1j,
+    "integers_divided": lambda y: (y * 10).long() / 2,
+    "one_column": lambda y: (y[:, :1] * 2).expand(6, 4).exp(),
+    "overlapping": lambda y: y[0].expand(6, 4) + y,
+    "half": lambda y: y.half() + torch.ones(6, 4),
+    "in_between": lambda y: y.sigmoid() * y + y.sum(0),
+}
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("name", OVERWRITES)
+def test_what_is_still_read_is_not_overwritten(name: str, placement: Any) -> None:
+    def f(x: Any) -> Any:
+        return OVERWRITES[name](x + 1)
+
+    x = torch.rand(6, 4)
+    given = dtorch.Tensor(x, device_mesh=TWO, placements=[placement])
+    for run in (f, dtorch.jit(f)):
+        found = [t.to_torch() for t in flatten(run(given))[0]]
+        torch.testing.assert_close(found, flatten(f(x))[0], rtol=1e-6, atol=1e-6)
+        assert torch.equal(given.to_torch(), x)
+
+
+def test_what_peers_read_is_not_overwritten() -> None:
+    mesh = dtorch.DeviceMesh("cpu", [0, 1, 2, 3])
+
+    @dtorch.jit
+    def f(x: Any) -> Any:
+        for _ in range(30):
+            y = x * 1.01
+            whole = y.redistribute(placements=[Replicate()])
+            x = (y.neg() + whole[:1]).sigmoid()
+        return x
+
+    def on_one(x: Any) -> Any:
+        for _ in range(30):
+            y = x * 1.01
+            x = (y.neg() + y[:1]).sigmoid()
+        return x
+
+    x = torch.rand(8, 4000)
+    given = dtorch.Tensor(x, device_mesh=mesh, placements=[Shard(0)])
+    for _ in range(5):
+        torch.testing.assert_close(f(given).to_torch(), on_one(x))
+
+
+def test_memory_of_the_caller_is_not_overwritten() -> None:
+    x = torch.rand(4, 3)
+    before = x.clone()
+    f = dtorch.jit(lambda x: x.exp().neg(), donate_argnums=0)
+    for source in (x, x.numpy(), x[:]):
+        lent = dtorch.Tensor(source, device_mesh=TWO, placements=[Shard(0)], copy=False)
+        found = f(lent)
+        del lent
+        assert torch.equal(found.to_torch(), before.exp().neg()) and torch.equal(x, before)

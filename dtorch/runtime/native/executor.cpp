@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/Parallel.h>
 #include <ATen/ScalarOps.h>
 #include <c10/core/InferenceMode.h>
@@ -173,6 +174,43 @@ void take_results(Frame& frame, const Instruction& instruction) {
   }
 }
 
+// An operand that nobody else has and that the result of an elementwise operation fits into: the
+// fresh tensor that the kernel would make has its shape, dtype and strides.
+at::Tensor overwritten(const Frame& frame, const Instruction& instruction) {
+  if (!instruction.into) return {};
+  for (const Argument& argument : instruction.args) {
+    bool runs = argument.kind == Argument::kScalar;
+    const c10::IValue& value = runs ? frame.call->scalars[argument.index] : argument.value;
+    bool is_complex = value.isComplexDouble() || (value.isTensor() && value.toTensor().is_complex());
+    if (is_complex || argument.kind == Argument::kPerDevice) return {};
+  }
+  auto fits = [&](const at::Tensor& to) {
+    for (int slot : instruction.reads) {
+      const c10::IValue& value = frame.slots[slot];
+      if (!value.isTensor()) return false;
+      const at::Tensor& other = value.toTensor();
+      if (other.scalar_type() != to.scalar_type() || other.is_conj() || other.is_neg()) return false;
+      bool same = other.sizes() == to.sizes();
+      if (same ? other.strides() != to.strides() : !at::is_expandable_to(other.sizes(), to.sizes())) {
+        return false;
+      }
+    }
+    return true;
+  };
+  for (int slot : instruction.overwritable) {
+    const c10::IValue& value = frame.slots[slot];
+    if (!value.isTensor()) continue;
+    const at::Tensor& tensor = value.toTensor();
+    bool alone = tensor.use_count() == 1 && tensor.has_storage() && tensor.storage().use_count() == 1;
+    if (alone && tensor.is_floating_point() && tensor.is_non_overlapping_and_dense() &&
+        tensor.dim() > 0 && fits(tensor)) {
+      std::atomic_thread_fence(std::memory_order_acquire);  // those who had it have read it
+      return tensor;
+    }
+  }
+  return {};
+}
+
 void run_operation(Frame& frame, const Instruction& instruction, int place) {
   FailurePtr failed = frame.failed(instruction.reads);
   if (!failed) {
@@ -184,10 +222,16 @@ void run_operation(Frame& frame, const Instruction& instruction, int place) {
         }
         frame.generator.set_state(frame.slots[instruction.state_before].toTensor().clone());
       }
+      at::Tensor into = overwritten(frame, instruction);
       for (const Argument& argument : instruction.args) {
         frame.stack.push_back(value_of(argument, frame, place));
       }
-      instruction.op->callBoxed(frame.stack);
+      if (into.defined()) {
+        frame.stack.push_back(std::move(into));
+        instruction.into->callBoxed(frame.stack);
+      } else {
+        instruction.op->callBoxed(frame.stack);
+      }
       take_results(frame, instruction);
       if (instruction.state_after >= 0) {
         frame.slots[instruction.state_after] = frame.generator.get_state();

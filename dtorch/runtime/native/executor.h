@@ -49,6 +49,8 @@ struct Meeting {
 struct Instruction {
   c10::optional<c10::OperatorHandle> op;  // none for a step of a redistribution
   bool shows = false;                     // only begins the step: see `LocalShow` in lowering.py
+  c10::optional<c10::OperatorHandle> into;  // the same operation, into a given tensor
+  std::vector<int> overwritable;            // operands that are not read after it
   std::vector<Argument> args;
   std::vector<int> places;  // for each device of the program, its index in the mesh or -1
   std::vector<int> reads, outputs, frees;

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -74,6 +75,7 @@ def _handed_over(program: LocalProgram) -> Any:
 
 def _add_operation(made: Any, call: LocalCall, places: list[int]) -> None:
     schema = call.op._schema
+    into = _into(call.op)
     made.add_operation(
         schema.name,
         schema.overload_name,
@@ -85,7 +87,37 @@ def _add_operation(made: Any, call: LocalCall, places: list[int]) -> None:
         call.frees,
         call.draws or (-1, -1),
         call.origin,
+        into,
+        [slot for slot in slots_read(call) if slot in call.frees] if into else [],
     )
+
+
+aten = torch.ops.aten
+_OVERWRITING = {
+    aten.abs, aten.add, aten.cos, aten.div, aten.elu, aten.erf, aten.exp, aten.gelu,
+    aten.gelu_backward, aten.hardswish, aten.leaky_relu, aten.log, aten.maximum, aten.minimum,
+    aten.mul, aten.neg, aten.pow, aten.reciprocal, aten.rsqrt, aten.sigmoid,
+    aten.sigmoid_backward, aten.silu, aten.silu_backward, aten.sin, aten.softplus, aten.sqrt,
+    aten.sub, aten.tanh, aten.tanh_backward, aten.threshold_backward,
+}  # fmt: skip
+"""Elementwise operations whose result may take the memory of an operand that nobody else has: of
+floating operands of one dtype it has that dtype."""
+
+
+@functools.cache
+def _into(op: torch._ops.OpOverload) -> str:
+    """Returns the overload of an operation that writes its result to a given tensor, or ""."""
+    if op.overloadpacket not in _OVERWRITING:
+        return ""
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    for name in op.overloadpacket.overloads():
+        found = getattr(op.overloadpacket, name)
+        *others, last = found._schema.arguments
+        if last.is_out and [(a.name, str(a.type)) for a in others] == wanted:
+            # Others compute a result first, and copy it.
+            has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(found.name(), "CPU")
+            return name if has_kernel else ""
+    return ""
 
 
 class _Exchanges:

@@ -214,8 +214,13 @@ Argument to_argument(const py::handle& value, const c10::TypePtr& type, c10::opt
 void add_operation(Program& program, const std::string& name, const std::string& overload,
                    const py::tuple& args, const py::dict& kwargs, const py::handle& places,
                    const py::handle& reads, const py::handle& outputs, const py::handle& frees,
-                   std::pair<int, int> draws, int origin) {
+                   std::pair<int, int> draws, int origin, const std::string& into,
+                   const py::handle& overwritable) {
   Instruction made;
+  if (!into.empty()) {
+    made.into = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), into.c_str());
+  }
+  made.overwritable = ints(overwritable);
   made.op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
   const auto& wanted = made.op->schema().arguments();
   torch::jit::ToIValueAllowNumbersAsTensors numbers_too(true);
