@@ -106,7 +106,9 @@ def test_the_cache_can_be_emptied_and_turned_off() -> None:
     dtorch.synchronize()
     before = resident()
     for _ in range(3):
-        ((x * 2) + 1).sum().item()
+        a, b = x * 2, x * 3
+        (a + b).sum().item()
+        del a, b
     dtorch.synchronize()
     kept = resident() - before
     dtorch.empty_cache()
