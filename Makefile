@@ -35,7 +35,7 @@ endef
 .venv: .venv/.installed
 
 .venv/.installed: pyproject.toml .venv/.torch
-	$(call install,.venv,$(TORCH),diffusion$(comma)test)
+	$(call install,.venv,$(TORCH),serve$(comma)test)
 	@touch $@
 
 # Changes, and so reinstalls, only when the value of TORCH does.
