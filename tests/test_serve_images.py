@@ -147,6 +147,19 @@ def test_images_are_the_same_one_by_one_and_at_once(pipe: Any, talk: Any) -> Non
     talk(pipe, conversation)
 
 
+def test_a_size_is_traced_once(pipe: Any, talk: Any) -> None:
+    program = pipe.transformer._programs("forward")
+
+    async def conversation(client: Any) -> None:
+        before = program.cache_info().misses
+        await png(client, height=96, width=48, steps=3)
+        assert program.cache_info().misses == before + 1
+        await png(client, height=96, width=48, steps=2, seed=5)
+        assert program.cache_info().misses == before + 1
+
+    talk(pipe, conversation)
+
+
 def test_the_warm_up_traces_its_sizes(pipe: Any, talk: Any) -> None:
     async def conversation(client: Any) -> None:
         answer = await (await client.post("/warmup")).json()

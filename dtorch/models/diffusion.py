@@ -38,7 +38,7 @@ from ..parallel import ColumnParallel, RowParallel, assign_layers_to_stages, con
 from ..parallel import shard as shard_tree
 from ..parallel.plan import Annotation, Meshes, Plan
 from ..placement import P, Replicate
-from ..tensor import Tensor
+from ..tensor import Tensor, place
 from ..tree import flatten, map_leaves
 
 __all__ = ["activations_of", "plan_of", "shard"]
@@ -224,7 +224,12 @@ class _Model(nn.Module):
             return self._programs(method)(self._params, args, kwargs)
 
     def _brought(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.device_mesh == self._mesh:
+        """A leaf on the mesh: a program for torch tensors is none for what they are replaced by."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not isinstance(leaf, Tensor):
+            return place(leaf, self._mesh, (Replicate(),) * self._mesh.ndim)
+        if leaf.device_mesh == self._mesh:
             return leaf
         return leaf.redistribute(self._mesh, [Replicate()] * self._mesh.ndim)
 
