@@ -9,6 +9,7 @@ cancel to nan where the whole has a value.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -103,9 +104,13 @@ def cdist(call: OpCall) -> Sharding:
 
 @rule(aten._cdist_backward)
 def cdist_backward(call: OpCall) -> Sharding:
-    """``... m n, ... m k!, ... n k!, ... m n -> ... m k!``: over n a partial sum."""
-    filled = frozenset({"m", "n"})
-    return parse("... m n, ... m k!, ... n k!, ... m n -> ... m k!", call, filled=filled)
+    """``... m n, ... m k!, ... n k!, ... m n -> ... m k!``: over n a partial sum.
+
+    Of nothing the kernel returns what has the shape of the first points, not broadcast.
+    """
+    found = parse("... m n, ... m k!, ... n k!, ... m n -> ... m k!", call)
+    names = (n for dims in found.inputs for n in dims if n is not None)
+    return dataclasses.replace(found, filled=frozenset(names))
 
 
 @rule(aten.addmv)
