@@ -191,7 +191,7 @@ def main() -> None:
 
     if args.model:
         dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-        pipe = StableDiffusion3Pipeline.from_pretrained(args.model, torch_dtype=dtype)
+        pipe = StableDiffusion3Pipeline.from_pretrained(args.model, dtype=dtype)
         pipe = diffusion.shard(pipe, mesh)
         images, returned, done = run(pipe, args, dp)
         print(f"{mesh}: returned after {returned:.2f} s, done after {done:.2f} s")

@@ -321,7 +321,7 @@ def main() -> None:
     mesh = make_mesh(args.mesh, args.device)
     if args.model:
         dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-        pipe: Any = StableDiffusion3Pipeline.from_pretrained(args.model, torch_dtype=dtype)
+        pipe: Any = StableDiffusion3Pipeline.from_pretrained(args.model, dtype=dtype)
     else:
         pipe = small_pipeline()
     steps = (28 if args.model else 4) if args.steps is None else args.steps

@@ -1,6 +1,8 @@
 """Every example runs as a user would run it: with no argument, or with those of the README."""
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -94,3 +96,25 @@ def test_llama_takes_spaces_in_a_mesh() -> None:
 
 def test_train_llama_starts(tmp_path: Path) -> None:
     assert "usage" in run("examples/train_llama.py", "--help")
+
+
+def test_sd3_makes_the_same_image_on_a_mesh(tmp_path: Path) -> None:
+    out = run("examples/sd3.py", "--out", tmp_path)
+    assert "PyTorch and dtorch on one device: the images are the same, bit for bit" in out
+    assert re.search(
+        r"'cfg', 'ulysses_cp', 'tp'\)\): the images differ by at most \d\.\de-0[5-9]", out
+    )
+    for name in ("sd3-one-device.png", "sd3-mesh.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_sd3_reads_a_pipeline_from_its_folder(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        importlib.import_module("sd3").small_pipeline().save_pretrained(tmp_path / "model")
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+    arguments = ["--model", tmp_path / "model", "--mesh", "cfg=2,tp=2", "--steps", "2"]
+    out = run("examples/sd3.py", *arguments, "--height", "48", "--width", "64", "--out", tmp_path)
+    assert "mesh_dim_names=('cfg', 'tp')): returned after" in out
+    assert (tmp_path / "sd3.png").read_bytes().startswith(b"\x89PNG")

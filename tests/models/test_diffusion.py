@@ -282,3 +282,9 @@ def test_four_devices_have_a_quarter_of_the_parameters_each() -> None:
     leaves = dtorch.tree.flatten(on_mesh.transformer._params)[0]
     own = sum(leaf._spec.num_local_bytes for leaf in leaves)
     assert own <= 0.3 * sum(leaf._spec.num_bytes for leaf in leaves)
+
+
+@pytest.mark.parametrize("mesh", ["foo=2", "cfg", "cfg=0", ""])
+def test_the_example_refuses_meshes(mesh: str) -> None:
+    with pytest.raises(SystemExit, match="expected sizes of axes among pp, cfg, dp"):
+        make_mesh(mesh)
