@@ -14,22 +14,28 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from .elementwise import strides
+
 aten = torch.ops.aten
 _Results = tuple[Any, ...]
 
 LIKE_ARGUMENT = {
-    aten.multi_margin_loss_backward.default: 1,
-    aten.multilabel_margin_loss_backward.default: 1,
-    aten.fractional_max_pool3d_backward.default: 1,
-    aten._ctc_loss_backward.default: 1,
-    aten._ctc_loss_backward.Tensor: 1,
     aten._standard_gamma_grad.default: 0,
     aten._dirichlet_grad.default: 0,
     aten._masked_softmax.default: 0,
     aten._masked_softmax_backward.default: 0,
     aten.binomial.default: 0,
 }
-"""Operations that have no meta kernel, and the argument whose shape and dtype the result has."""
+"""Operations that have no meta kernel, and the argument that the result is like."""
+
+CONTIGUOUS_LIKE_ARGUMENT = {
+    aten.multi_margin_loss_backward.default: 1,
+    aten.multilabel_margin_loss_backward.default: 1,
+    aten.fractional_max_pool3d_backward.default: 1,
+    aten._ctc_loss_backward.default: 1,
+    aten._ctc_loss_backward.Tensor: 1,
+}
+"""The same, and the result is contiguous."""
 
 
 def as_meta_kernel_takes(op: torch._ops.OpOverload, args: list[Any]) -> list[Any]:
@@ -129,6 +135,7 @@ def _batch_norm(arguments: dict[str, Any], results: _Results) -> _Results:
     """In evaluation no statistics are saved."""
     dtype = _statistics_dtype(arguments)
     first, mean, scale, *rest = results
+    first = first.contiguous(memory_format=suggest_memory_format(arguments["input"]))
     saved = [s if arguments.get("training", True) else s.new_empty(0) for s in (mean, scale)]
     return (first, *(s.to(dtype) for s in saved), *rest)
 
@@ -146,17 +153,19 @@ def _layer_norm(arguments: dict[str, Any], results: _Results) -> _Results:
 
 
 def _embedding_bag(arguments: dict[str, Any], results: _Results) -> _Results:
-    """A plain sum needs no map from rows to bags."""
+    """A plain sum needs no map from rows to bags; the last offset may be no bag."""
     rows, bags, sizes, maxima = results
+    sizes = sizes.new_empty(rows.shape[:1])
     sums, weight = arguments.get("mode", 0) == 0, arguments["weight"]
     is_fast = weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    is_fast = is_fast and weight.stride(1) == 1
     if sums and is_fast and arguments.get("padding_idx", -1) < 0:
         bags = bags.new_empty(0)
     return rows, bags, sizes, maxima if maxima.ndim == 2 else maxima.new_empty(sizes.shape)
 
 
-def _convolution(op: torch._ops.OpOverload) -> Callable[[dict[str, Any], _Results], _Results]:
-    """The kernel that the CPU chooses decides on the memory format of the results."""
+def _asked_for_cpu(op: torch._ops.OpOverload) -> Callable[[dict[str, Any], _Results], _Results]:
+    """The meta kernel knows of the CPU's strides, and tells a tensor that says it is there."""
 
     def with_strides(arguments: dict[str, Any], results: _Results) -> _Results:
         with FakeTensorMode() as mode:
@@ -185,12 +194,29 @@ def _in_format_of(place: int) -> Callable[[dict[str, Any], _Results], _Results]:
     return with_strides
 
 
-def _like_first(arguments: dict[str, Any], results: _Results) -> _Results:
-    return (torch.empty_like(arguments["self"]),)
+def _elementwise(*operands: str) -> Callable[[dict[str, Any], _Results], _Results]:
+    """The strides are those of an elementwise kernel on contiguous copies of some operands."""
+
+    def with_strides(arguments: dict[str, Any], results: _Results) -> _Results:
+        given = [
+            a.contiguous() if name in operands else a
+            for name, a in arguments.items()
+            if isinstance(a, Tensor)
+        ]
+        return tuple(r.new_empty_strided(r.shape, strides(given)) for r in results)
+
+    return with_strides
 
 
 def _contiguous(arguments: dict[str, Any], results: _Results) -> _Results:
     return tuple(r.contiguous() for r in results)
+
+
+def _roll(arguments: dict[str, Any], results: _Results) -> _Results:
+    """Without dims it is one of the elements in a row; with them a concatenation for each."""
+    if not arguments.get("dims"):
+        return _contiguous(arguments, results)
+    return _in_format_of(0)(arguments, results)
 
 
 _CORRECTIONS: dict[torch._ops.OpOverload, Callable[[dict[str, Any], _Results], _Results]] = {
@@ -201,10 +227,30 @@ _CORRECTIONS: dict[torch._ops.OpOverload, Callable[[dict[str, Any], _Results], _
     aten._batch_norm_with_update_functional.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_layer_norm.default: _layer_norm,
-    aten.convolution.default: _convolution(aten.convolution.default),
-    aten.convolution_backward.default: _convolution(aten.convolution_backward.default),
+    aten.convolution.default: _asked_for_cpu(aten.convolution.default),
+    aten.convolution_backward.default: _asked_for_cpu(aten.convolution_backward.default),
+    aten._fft_c2c.default: _asked_for_cpu(aten._fft_c2c.default),
+    aten._fft_c2r.default: _asked_for_cpu(aten._fft_c2r.default),
+    aten._fft_r2c.default: _asked_for_cpu(aten._fft_r2c.default),
+    aten._linalg_svd.default: _asked_for_cpu(aten._linalg_svd.default),
+    aten.linalg_eig.default: _asked_for_cpu(aten.linalg_eig.default),
+    aten.nonzero_static.default: _asked_for_cpu(aten.nonzero_static.default),
+    aten._softmax_backward_data.default: _contiguous,
+    aten._log_softmax_backward_data.default: _contiguous,
     aten.glu_backward.default: _contiguous,
-    aten.roll.default: _like_first,
+    aten.huber_loss_backward.default: _contiguous,
+    aten.log_sigmoid_forward.default: _contiguous,
+    aten.mse_loss_backward.default: _contiguous,
+    aten.nll_loss2d_forward.default: _contiguous,
+    aten.normal.Tensor_Tensor: _contiguous,
+    aten.normal.Tensor_float: _contiguous,
+    aten.normal.float_Tensor: _contiguous,
+    aten.pow.Scalar: _contiguous,
+    aten.smooth_l1_loss_backward.default: _contiguous,
+    aten.floor_divide.default: _elementwise(),
+    aten.ldexp.Tensor: _elementwise("other"),
+    aten.roll.default: _roll,
+    aten.max_unpool2d.default: _in_format_of(0),
     aten.pixel_shuffle.default: _in_format_of(0),
     aten.pixel_unshuffle.default: _in_format_of(0),
     aten.channel_shuffle.default: _in_format_of(0),

@@ -10,6 +10,9 @@ gradients are recorded, which workers never do.
 PyTorch checks what it has factored by an operation without results. `checked` gives what it has
 checked, so that a failure is one of the values that are computed with it.
 
+The gradient of what `masked_fill` fills with is the sum of the selected elements: `masked_sum`,
+whose shape is known where that of the selection is not.
+
 `attend_block` is one step of ring attention: every piece of the queries attends to one piece of
 the keys and values, and what it gives is merged with what the earlier steps gave. Which piece that
 is, and what of it a causal mask leaves, differs between devices: the rule writes what each runs.
@@ -63,6 +66,19 @@ _library.impl("checked", _checked, "CompositeImplicitAutograd")
 
 checked = torch.ops.dtorch.checked.default
 """The values, where `info` says that they have been computed; otherwise PyTorch's error."""
+
+_library.define("masked_sum(Tensor input, Tensor mask) -> Tensor")
+
+
+def _masked_sum(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return input.masked_select(mask).sum()
+
+
+_library.impl("masked_sum", _masked_sum, "CompositeExplicitAutograd")
+_library.impl("masked_sum", lambda input, mask: input.new_empty(()), "Meta")
+
+masked_sum = torch.ops.dtorch.masked_sum.default
+"""The sum of the elements where the mask, which is broadcast, is true."""
 
 _library.define(
     "attend_block(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? out, "

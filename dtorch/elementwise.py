@@ -45,7 +45,7 @@ def with_strides(op: torch._ops.OpOverload, arguments: Mapping[str, Any], result
         arguments: Its arguments by name, meta tensors among them.
         result: What its meta kernel has returned.
     """
-    if not isinstance(result, Tensor) or result.ndim < 2 or 1 not in result.shape:
+    if not isinstance(result, Tensor) or result.ndim < 2:
         return result
     if torch.Tag.pointwise not in op.tags or op.overloadpacket in _OTHERS:
         return result

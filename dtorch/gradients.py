@@ -5,7 +5,8 @@ These functions record each as one operation, and give it a backward made of PyT
 kernels on unflattened tensors; on one device the gradients are bit for bit PyTorch's.
 
 The gradient of a product of elements divides by them where none is zero, which PyTorch looks at;
-of a subclass it never asks, and takes another way with other roundings.
+of a subclass it never asks, and takes another way with other roundings. So does the gradient of
+the value that a mask fills in.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .custom_ops import fold_mm
+from .custom_ops import fold_mm, masked_sum
 from .expert_ops import expert_mlp, expert_mlp_backward, expert_mlp_forward
 from .placement import complete
 from .tensor import Tensor, place
@@ -166,6 +167,67 @@ def _prod(
     return Prod.apply(x, dim, keepdim)
 
 
+class MaskedFill(torch.autograd.Function):
+    """A tensor with the value of another, without dims, where a mask is true."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Any, mask: Any, value: Any) -> Any:
+        return torch.masked_fill(x, mask, value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, mask, _ = inputs
+        ctx.save_for_backward(mask)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), (mask,) = grads, ctx.saved_tensors
+        to_x = grad.masked_fill(mask, 0) if ctx.needs_input_grad[0] else None
+        return to_x, None, MaskedSum.apply(grad, mask)
+
+
+class MaskedSum(torch.autograd.Function):
+    """The sum of the elements where a mask is true."""
+
+    @staticmethod
+    def forward(x: Any, mask: Any) -> Any:
+        return masked_sum(x, mask)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, mask = inputs
+        ctx.shape = x.shape
+        ctx.save_for_backward(mask)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), (mask,) = grads, ctx.saved_tensors
+        return torch.where(mask, grad, 0).expand(ctx.shape), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        (x, mask), (x_dim, mask_dim) = args, in_dims
+        x = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
+        if mask_dim is not None:
+            mask = mask.movedim(mask_dim, 0)
+            mask = mask.reshape(len(mask), *[1] * (x.ndim - mask.ndim), *mask.shape[1:])
+        return torch.where(mask, x, 0).flatten(1).sum(1), 0
+
+
+def _masked_fill(input: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
+    if not (isinstance(value, torch.Tensor) and value.requires_grad and not value.ndim):
+        return torch.masked_fill(input, mask, value)
+    return MaskedFill.apply(input, mask, value)
+
+
+def _masked_fill_(input: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
+    if not (isinstance(value, torch.Tensor) and value.requires_grad and not value.ndim):
+        return input.masked_fill_(mask, value)
+    return input.copy_(_masked_fill(input, mask, value))
+
+
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
     if weight.ndim != 2 or input.ndim < 2 or _is_autocast(input):
         return torch.nn.functional.linear(input, weight, bias)
@@ -223,6 +285,9 @@ SUBSTITUTES: dict[Any, Callable[..., torch.Tensor]] = {
     expert_mlp: _expert_mlp,
     torch.prod: _prod,
     torch.Tensor.prod: _prod,
+    torch.masked_fill: _masked_fill,
+    torch.Tensor.masked_fill: _masked_fill,
+    torch.Tensor.masked_fill_: _masked_fill_,
     torch.tensor_split: _tensor_split,
     torch.Tensor.tensor_split: _tensor_split,
 }

@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .cpu_results import LIKE_ARGUMENT, REPLACED, as_meta_kernel_takes, corrected
+from .cpu_results import (
+    CONTIGUOUS_LIKE_ARGUMENT,
+    LIKE_ARGUMENT,
+    REPLACED,
+    as_meta_kernel_takes,
+    corrected,
+)
 from .elementwise import with_strides
 from .errors import DataDependentError
 from .program import Ref, ScalarRef
@@ -190,6 +196,9 @@ def _asked_of_meta_kernel(asked: Question, args: list[Any], kwargs: dict[str, An
     try:
         if op in LIKE_ARGUMENT:
             return _map_results(torch.empty_like(args[LIKE_ARGUMENT[op]]))
+        if op in CONTIGUOUS_LIKE_ARGUMENT:
+            like = args[CONTIGUOUS_LIKE_ARGUMENT[op]]
+            return _map_results(torch.empty_like(like, memory_format=torch.contiguous_format))
         on_cpu = "cuda" not in {s.mesh.device_type for s in asked.leaves if isinstance(s, Spec)}
         if on_cpu and op in REPLACED:
             return _map_results(REPLACED[op](*args, **kwargs))

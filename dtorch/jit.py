@@ -500,10 +500,10 @@ def _wants_grad(arguments: Arguments) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Backward:
-    """A backward program, for cotangents of certain specs.
+    """A backward program, for cotangents of certain specs, or none for some results.
 
     Attributes:
-        program: It takes what the forward program saves, and then the cotangents.
+        program: It takes what the forward program saves, and then the cotangents there are.
         executable: Its local form.
         grads_of: For each input that wants a gradient, the program's output, or -1 for none.
     """
@@ -516,8 +516,9 @@ class _Backward:
 class _Graph:
     """The graph of a traced call, from which its backward programs are traced.
 
-    Kernels choose by strides, and the cotangent of a sum has none: a backward program is for
-    cotangents as they come.
+    Kernels choose by strides, and the cotangent of a sum has none; a result that is not used has
+    no cotangent, which PyTorch does not treat as zeros. A backward program is for cotangents as
+    they come.
 
     Args:
         tracer: The trace; all of the forward is recorded.
@@ -544,7 +545,7 @@ class _Graph:
         before, after, self._saved = builder.finish_apart(self._boundary, results, later, grads_out)
         return before, after, grads_of, len(self._saved)
 
-    def again(self, specs: Sequence[Spec]) -> tuple[Program, tuple[int, ...]] | None:
+    def again(self, specs: Sequence[Spec | None]) -> tuple[Program, tuple[int, ...]] | None:
         """Returns the backward program for other cotangents, or None where that differs more."""
         tracer = self._tracer
         known = len(tracer.reads), len(tracer.expressions), len(tracer.states)
@@ -556,16 +557,17 @@ class _Graph:
             return None
         return None if after is None else (after, grads_of)
 
-    def _traced(self, specs: Sequence[Spec]) -> tuple[list[int], list[int], tuple[int, ...]]:
+    def _traced(self, specs: Sequence[Spec | None]) -> tuple[list[int], list[int], tuple[int, ...]]:
         """The values of the cotangents, those of the gradients, and the latter's inputs."""
         builder = self._tracer.builder
-        grads_out = [builder.add_input(s) for s in specs]
+        grads_out = [builder.add_input(s) for s in specs if s is not None]
+        outs = [o for o, s in zip(self._outs, specs, strict=True) if s is not None]
         self._tracer.sources += [Source("leaf", -1)] * len(grads_out)
         given = [self._tracer.wrap(v) for v in grads_out]
         grads: Sequence[Any] = [None] * len(self._sources)
         if given:
             grads = torch.autograd.grad(
-                self._outs, self._sources, given, allow_unused=True, retain_graph=True
+                outs, self._sources, given, allow_unused=True, retain_graph=True
             )
         later: list[int] = []
         grads_of = tuple(
@@ -585,16 +587,18 @@ class _Differentiable:
         graph: _Graph,
         wants: tuple[int, ...],
         differentiable: tuple[int, ...],
+        spent: frozenset[int],
     ) -> None:
         self.forward = forward
         self.wants = wants
         self.differentiable = differentiable
+        self._spent = spent
         self.treespec = forward.treespec
         self._specs = tuple(graph.specs)
         self._first = backward
-        self._backwards: dict[tuple[Spec, ...], _Backward | None] = {self._specs: backward}
-        # A result without dims has no strides to differ in, so its graph is not kept.
-        self._graph = graph if any(s.shape for s in graph.specs) else None
+        self._backwards: dict[tuple[Spec | None, ...], _Backward | None] = {self._specs: backward}
+        # One result without dims has no strides to differ in, so its graph is not kept.
+        self._graph = graph if len(graph.specs) > 1 or any(s.shape for s in graph.specs) else None
         self._compiles = False
 
     def compiled(self) -> _Differentiable:
@@ -627,16 +631,25 @@ class _Differentiable:
         self, saved: Sequence[Tensor], grads: Sequence[torch.Tensor | None], scalars: Sequence[Any]
     ) -> list[Tensor | None]:
         """Runs a backward program; returns the gradient of each input, None for no effect."""
-        placed = [_placed_grad(g, s) for g, s in zip(grads, self._specs, strict=True)]
-        backward = self._backward(tuple(t._spec for t in placed))
+        numbered = list(zip(self.differentiable, grads, strict=True))
+        if any(number in self._spent and grad is not None for number, grad in numbered):
+            raise RuntimeError(
+                f"{_FREED}: the jitted function has taken a gradient through this result itself, "
+                "which frees its graph.\n"
+                "  Fix: pass retain_graph=True inside the function, or detach() the result."
+            )
+        alive = [grad for number, grad in numbered if number not in self._spent]
+        pairs = list(zip(alive, self._specs, strict=True))
+        placed = [None if g is None else _placed_grad(g, s) for g, s in pairs]
+        backward = self._backward(tuple(None if t is None else t._spec for t in placed))
         if backward is None:
             placed = [_dense_grad(g, s) for g, s in zip(placed, self._specs, strict=True)]
             backward = self._first
-        shards = [t._shards for t in (*saved, *placed)]
+        shards = [t._shards for t in (*saved, *placed) if t is not None]
         values = submit_program(backward.program, backward.executable, shards, scalars)
         return [None if i < 0 else values[i] for i in backward.grads_of]
 
-    def _backward(self, specs: tuple[Spec, ...]) -> _Backward | None:
+    def _backward(self, specs: tuple[Spec | None, ...]) -> _Backward | None:
         """The backward program for cotangents of these specs, if there can be one."""
         if specs not in self._backwards and self._graph is not None:
             try:
@@ -647,16 +660,17 @@ class _Differentiable:
         return self._backwards.get(specs)
 
 
-def _placed_grad(grad: torch.Tensor | None, spec: Spec) -> Tensor:
-    """A cotangent in its layout, zeros for a result not used."""
+def _placed_grad(grad: torch.Tensor, spec: Spec) -> Tensor:
+    """A cotangent in its layout."""
     if isinstance(grad, Tensor):
         return grad.redistribute(spec.mesh, spec.placements)
-    given = torch.zeros(spec.shape, dtype=spec.dtype) if grad is None else grad
-    return place(given, spec.mesh, spec.placements)
+    return place(grad, spec.mesh, spec.placements)
 
 
-def _dense_grad(grad: Tensor, spec: Spec) -> Tensor:
-    """A cotangent with the strides of a spec."""
+def _dense_grad(grad: Tensor | None, spec: Spec) -> Tensor:
+    """A cotangent with the strides of a spec, zeros where there is none."""
+    if grad is None:
+        return place(torch.zeros(spec.shape, dtype=spec.dtype), spec.mesh, spec.placements)
     if grad._spec is spec:
         return grad
     unfilled = grad.new_empty_strided(spec.shape, spec.stride)
@@ -707,12 +721,40 @@ def _compile_with_grad(
             i for i, o in enumerate(found) if firsts[id(o)] == i and _is_differentiable(o, sources)
         )
         end = ending(tracer, found)
-        graph = _Graph(tracer, [found[i] for i in places], sources)
-        before, after, grads_of, num_saved = graph.first(end.values)
+        graph, spent = _Graph(tracer, [found[i] for i in places], sources), frozenset[int]()
+        try:
+            first = graph.first(end.values)
+        except RuntimeError as error:
+            if _FREED not in str(error):
+                raise
+            spent = frozenset(i for i in places if _is_spent(found[i], sources))
+            graph = _Graph(tracer, [found[i] for i in places if i not in spent], sources)
+            first = graph.first(end.values)
+        before, after, grads_of, num_saved = first
         extra = tuple(range(len(end.values), len(end.values) + num_saved))
         forward = compiled_from(tracer, before, end, result_tree, extra)
     backward = _Backward(after, Executable(lower(after)), grads_of)
-    return _Differentiable(forward, backward, graph, wants, places), tracer.reads | static
+    call = _Differentiable(forward, backward, graph, wants, places, spent)
+    return call, tracer.reads | static
+
+
+_FREED = "Trying to backward through the graph a second time"
+
+
+def _is_spent(out: Any, sources: Sequence[Any]) -> bool:
+    """Whether the function has taken a gradient through a result, which frees its graph.
+
+    PyTorch refuses that only where the gradient is asked for: a training step returns its loss.
+    """
+    try:
+        torch.autograd.grad(
+            out, sources, torch.zeros_like(out), allow_unused=True, retain_graph=True
+        )
+    except RuntimeError as error:
+        if _FREED not in str(error):
+            raise
+        return True
+    return False
 
 
 def _check_changed(tracer: Tracer, found: Sequence[Any]) -> None:

@@ -409,3 +409,84 @@ def test_a_torch_tensor_that_is_written_to_twice_has_both_writes() -> None:
         assert type(ours) is torch.Tensor
         torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(distributed.grad.to_torch(), plain.grad)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("wrap", [lambda f: f, dtorch.jit])
+def test_the_gradient_of_what_a_mask_fills_in_is_pytorchs(
+    wrap: Any, in_place: bool, size: int
+) -> None:
+    x, weight, mask = torch.randn(5, 7, 3), torch.randn(5, 7, 3), torch.rand(7, 1) > 0.5
+
+    def grads(x: Any, weight: Any, mask: Any, value: Any) -> tuple[Any, ...]:
+        base = x * 2
+        filled = base.masked_fill_(mask, value) if in_place else base.masked_fill(mask, value)
+        found = torch.autograd.grad((filled * filled * weight).sum(), (x, value), create_graph=True)
+        return *found, *torch.autograd.grad(found[0].sum() + found[1] * value, (x, value))
+
+    def given(place: Callable[[torch.Tensor, int], Any]) -> list[Any]:
+        tensors = [place(x, 1), place(weight, 1), place(mask, 0), place(torch.tensor(0.7), -1)]
+        return [t.requires_grad_() if i in (0, 3) else t for i, t in enumerate(tensors)]
+
+    mesh = dtorch.DeviceMesh("cpu", range(size))
+
+    def spread(tensor: torch.Tensor, dim: int) -> Any:
+        placement = Replicate() if dim < 0 else Shard(dim)
+        return dtorch.Tensor(tensor, device_mesh=mesh, placements=[placement])
+
+    expected = grads(*given(lambda t, _: t.clone()))
+    found = [g.detach().to_torch() for g in wrap(grads)(*given(spread))]
+    for ours, theirs in zip(found, expected, strict=True):
+        if size == 1:
+            assert torch.equal(ours, theirs)
+        else:
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_batched_gradients_of_what_a_mask_fills_in() -> None:
+    x, mask, batch = torch.randn(4, 5), torch.rand(4, 1) > 0.3, torch.randn(3, 4, 5)
+
+    def batched(x: Any, mask: Any, value: Any, batch: Any) -> Any:
+        return torch.autograd.grad(
+            x.masked_fill(mask, value), (x, value), batch, is_grads_batched=True
+        )
+
+    value = torch.tensor(0.5, requires_grad=True)
+    expected = batched(x.clone().requires_grad_(), mask, value, batch)
+    given = [dtorch.tensor(t.detach(), device_mesh=PAIR) for t in (x, mask, value, batch)]
+    found = batched(given[0].requires_grad_(), given[1], given[2].requires_grad_(), given[3])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.to_torch(), theirs)
+
+
+def test_a_result_of_a_jitted_call_that_is_not_used_has_no_gradient() -> None:
+    """PyTorch's kernels take another way where a gradient is missing than where it is zero."""
+    x = torch.randn(5, 3)
+    expected = x.clone().requires_grad_()
+    torch.linalg.svd(expected, full_matrices=False)[2].abs().sum().backward()
+
+    seen: list[Any] = []
+
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            ctx.set_materialize_grads(False)
+            return x * 1, x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            seen.append([g is not None for g in grads])
+            return next(g for g in grads if g is not None)
+
+    given = dtorch.tensor(x, device_mesh=dtorch.DeviceMesh("cpu", [0])).requires_grad_()
+    jitted = dtorch.jit(lambda x: torch.linalg.svd(x, full_matrices=False))
+    jitted(given)[2].abs().sum().backward()
+    assert given.grad is not None
+    assert expected.grad is not None and torch.equal(given.grad.to_torch(), expected.grad)
+    both = dtorch.jit(Both.apply)
+    given.grad = None
+    for used in (0, 1, 0):
+        both(given)[used].sum().backward()
+    assert [True, False] in seen and [False, True] in seen
+    assert torch.equal(given.grad.to_torch(), torch.full((5, 3), 3.0))

@@ -1,14 +1,19 @@
 """What inference says where meta kernels are wrong or missing: compared with the CPU kernels."""
 
+import random
 from typing import Any
 
+import optree
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtorch.errors import DataDependentError
 from dtorch.infer import infer
 from dtorch.mesh import DeviceMesh
 from dtorch.placement import Replicate
 from dtorch.spec import Spec
+from dtorch.test.opinfo import entries
 
 aten = torch.ops.aten
 ONE = DeviceMesh("cpu", [0])
@@ -59,3 +64,91 @@ def test_gradients_have_the_shape_of_their_argument() -> None:
     agrees(aten.multi_margin_loss_backward.default, torch.tensor(1.0), x, target, 1, 1.0, None, 1)
     agrees(aten._standard_gamma_grad.default, x, x)
     agrees(aten.binomial.default, torch.full((2, 3), 4.0), torch.rand(2, 3))
+
+
+class Recorded(TorchDispatchMode):
+    """Records each operation that is called with what its kernel gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, list[Any]]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = optree.tree_map(spec_of, (args, kwargs), none_is_leaf=True)
+        result = op(*args, **kwargs)
+        tensors = [t for t in leaves_of((args, kwargs, result)) if isinstance(t, torch.Tensor)]
+        if not op._schema.is_mutable and all(t.layout is torch.strided for t in tensors):
+            self.calls.append((op, *given, [described(t) for t in leaves_of(result)]))
+        return result
+
+
+def leaves_of(value: Any) -> list[Any]:
+    is_leaf = lambda x: not isinstance(x, (list, tuple, dict)) or hasattr(x, "dtype")  # noqa: E731
+    return optree.tree_leaves(value, is_leaf=is_leaf, none_is_leaf=True)
+
+
+def described(tensor: Any) -> Any:
+    """Shape, dtype and the strides that mean something."""
+    if not hasattr(tensor, "dtype"):
+        return None
+    stride = tensor.stride() if isinstance(tensor, torch.Tensor) else tensor.stride
+    meant = [s for s, n in zip(stride, tensor.shape, strict=True) if n > 1]
+    return tuple(tensor.shape), tensor.dtype, meant if 0 not in tensor.shape else None
+
+
+def other_strides(value: Any) -> Any:
+    """A tensor of at least two dims with the last two laid out the other way round."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.ndim < 2:
+        return value
+    return value.detach().mT.contiguous().mT.requires_grad_(value.requires_grad)
+
+
+def channels_last(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.ndim != 4:
+        return value
+    laid_out = value.detach().contiguous(memory_format=torch.channels_last)
+    return laid_out.requires_grad_(value.requires_grad)
+
+
+@pytest.mark.filterwarnings("ignore")  # what PyTorch says of its own samples
+def test_inference_agrees_with_every_kernel_of_the_operator_database() -> None:
+    drawn, recorded = random.Random(0), Recorded()
+    for entry in entries.database():
+        if torch.float32 not in entry.dtypes:
+            continue
+        grad = entry.supports_autograd
+        samples = list(entry.sample_inputs("cpu", torch.float32, requires_grad=grad))
+        for sample in drawn.sample(samples, min(len(samples), 2)):
+            for change in (lambda value: value, other_strides, channels_last):
+                given = (sample.input, sample.args, sample.kwargs)
+                x, args, kwargs = optree.tree_map(change, given, none_is_leaf=True)
+                run_with_gradients(recorded, entry, x, args, kwargs)
+    compared, wrong = set(), {}
+    for op, args, kwargs, results in recorded.calls:
+        try:
+            found = [described(meta) for meta in leaves_of(infer(op, args, kwargs))]
+        except (DataDependentError, RuntimeError):  # it depends on data; that is tested elsewhere
+            continue
+        compared.add(op)
+        if found != results:
+            wrong[op] = args, kwargs, found, results
+    assert len(compared) > 450
+    assert wrong == {}
+
+
+def run_with_gradients(mode: Recorded, entry: Any, x: Any, args: Any, kwargs: Any) -> None:
+    try:
+        with mode:
+            out = entry(x, *args, **kwargs)
+            outs = [t for t in leaves_of(out) if getattr(t, "requires_grad", False)]
+            sources = [t for t in leaves_of((x, args, kwargs)) if is_source(t)]
+            if entry.supports_autograd and outs and sources:
+                ones = [torch.ones_like(t) for t in outs]
+                torch.autograd.grad(outs, sources, ones, allow_unused=True)
+    except Exception:
+        return  # PyTorch itself does not take the sample
+
+
+def is_source(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad

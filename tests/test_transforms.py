@@ -802,3 +802,39 @@ def test_eval_shape_runs_nothing() -> None:
 def test_eval_shape_of_a_gradient() -> None:
     spec = dtorch.eval_shape(dtorch.grad(lambda x: (x * x).sum()), ones(4))
     assert spec.shape == (4,) and spec.placements == (Shard(0),)
+
+
+def test_a_result_whose_graph_the_function_used_up() -> None:
+    def step(p: Any, x: Any) -> Any:
+        loss, other = (x @ p).sin().sum(), p * 2
+        (grad,) = torch.autograd.grad(loss, p, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), p)
+        return loss, grad, second, other
+
+    p, x = torch.randn(3, 4, requires_grad=True), torch.randn(2, 3)
+    mine = dtorch.tensor(p.detach()).requires_grad_()
+    jitted = dtorch.jit(step)
+    for _ in range(2):
+        found = jitted(mine, dtorch.tensor(x))
+        for ours, theirs in zip(found, step(p, x), strict=True):
+            assert torch.equal(ours.detach().to_torch(), theirs.detach())
+            assert ours.requires_grad == theirs.requires_grad
+        mine.grad = None
+        found[3].sum().backward(retain_graph=True)
+        assert mine.grad is not None and mine.grad.tolist() == [[2.0] * 4] * 3
+        for spent in found[:2]:
+            with pytest.raises(RuntimeError, match=r"second time: the jitted .*\n  Fix: pass"):
+                spent.sum().backward()
+
+
+def test_a_training_step_with_its_own_gradient_returns_its_loss() -> None:
+    mine = dtorch.ones(3).requires_grad_()
+
+    @dtorch.jit
+    def step(p: Any) -> Any:
+        loss = p.square().sum()
+        return loss, torch.autograd.grad(loss, p)[0]
+
+    loss, grad = step(mine)
+    assert loss.item() == 3.0 and grad.tolist() == [2.0] * 3
+    assert step.cache_info().misses == 1

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ..custom_ops import masked_sum
 from .pointwise import pointwise
-from .sharding import LINEAR, Dims, OpCall, Sharding, dim_names, rule
+from .sharding import LINEAR, Dims, OpCall, Sharding, broadcast_names, dim_names, rule
 
 aten = torch.ops.aten
 
@@ -85,6 +86,21 @@ def reduction(call: OpCall) -> Sharding:
         whole=frozenset(reduced) if empty_reduction or overflows else frozenset(),
         linear=(frozenset({0}),) if linear or monotone else (),
         partial_ops=ops,
+    )
+
+
+@rule(masked_sum)
+def sum_of_selected(call: OpCall) -> Sharding:
+    """The sum over all dims of the elements that a mask selects."""
+    source, mask = call.tensors
+    names = dim_names(source.shape)
+    summed = [n for n in names if n is not None]
+    return Sharding(
+        (names, broadcast_names(mask.shape, source.shape)),
+        ((),),
+        reduce=dict.fromkeys(summed, "sum"),
+        whole=frozenset(summed if source.dtype == torch.float16 else ()),
+        linear=(frozenset({0}),),
     )
 
 

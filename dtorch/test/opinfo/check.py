@@ -61,6 +61,10 @@ class Outcome:
 def run(call: Callable[..., Any], arguments: Sequence[Any] = (), seed: int = SEED) -> list[Any]:
     """Returns the leaves of a call's result, with PyTorch's generator at a fixed seed."""
     torch.manual_seed(seed)
+    return _leaves(call, arguments)
+
+
+def _leaves(call: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return flatten(call(*arguments))[0]
@@ -202,7 +206,12 @@ def gradients(call: Call, function: Callable[..., Any], tensors: Sequence[Any]) 
         function: The call itself, or another form of it.
         tensors: Its tensors.
     """
-    result = run(lambda *given: call.process(function(*given)), tensors)
+    torch.manual_seed(SEED)
+    return _gradients(call, function, tensors)
+
+
+def _gradients(call: Call, function: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
+    result = _leaves(lambda *given: call.process(function(*given)), tensors)
     outs = [r for r in result if isinstance(r, torch.Tensor) and r.requires_grad]
     if any(r.layout is not torch.strided for r in outs):
         raise TypeError("a result is sparse")
@@ -244,7 +253,7 @@ def _whole_backward(call: Call) -> Any:
     """The call and its gradients as one jitted function."""
 
     def whole(*tensors: Any) -> list[Any]:
-        return gradients(call, call, _leaves_of_graph(call, tensors))
+        return _gradients(call, call, _leaves_of_graph(call, tensors))
 
     return dtorch.jit(whole)
 
