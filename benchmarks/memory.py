@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .harness import Case, Options
-from .peak import MARK
+from .peak import ACTIVATIONS, MARK
 from .timing import Measure
 
 TARGETS = {
@@ -26,6 +26,7 @@ TARGETS = {
 }
 RIVAL = "PyTorch"
 GATHERED = "keys gathered"
+ONE_DEVICE = "one device"
 
 
 def cases(options: Options) -> Iterator[Case]:
@@ -39,6 +40,7 @@ def cases(options: Options) -> Iterator[Case]:
             yield Case(f"{title}, {subject}", measure, rivals, bound, unit="B", warm_ups=0)
     if not options.quick:
         yield ring(options)
+        yield split(options, "small")
 
 
 def ring(options: Options) -> Case:
@@ -47,6 +49,15 @@ def ring(options: Options) -> Case:
     rivals = {GATHERED: gathered.measure("live")}
     title = "live tensors, ring of 8 devices"
     return Case(title, ours.measure("live"), rivals, {GATHERED: 0.5}, unit="B", warm_ups=0)
+
+
+def split(options: Options, size: str) -> Case:
+    """The activations of SD3's transformer on 4 devices, a device, beside those on one."""
+    one, four = (Peaks(f"{size}, {n} devices{ACTIVATIONS}", "dtorch", options) for n in (1, 4))
+    together = four.measure("live")
+    title = f"activations, sd3, {size}, ulysses_cp=4, a device"
+    rivals = {ONE_DEVICE: one.measure("live")}
+    return Case(title, lambda: together() / 4, rivals, {ONE_DEVICE: 0.35}, unit="B", warm_ups=0)
 
 
 class Peaks:

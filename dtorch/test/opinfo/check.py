@@ -158,11 +158,12 @@ def check_backward(
 
 
 def _is_nearer(call: Call, grads: Sequence[Any], expected: Expected) -> bool:
-    """Whether gradients are as near to those in double precision as PyTorch's are, or nearer.
+    """Whether gradients are about as near to those in double precision as PyTorch's are.
 
-    Where a small change of the input changes the result more than the tolerance, two kernels that
-    round differently, such as on another number of threads, differ by more than it; not by more
-    than ten times as much, or a hundred times where the gradients themselves are within it.
+    Where a small change of the input changes the result more than the tolerance, or large terms
+    cancel, two kernels that round differently, such as on another number of threads, differ by
+    more than it. Ours may be off by twice what PyTorch's are; those by ten times the tolerance, or
+    a hundred times where ours are within it.
     """
     if any(t.dtype != torch.float32 for t in call.tensors if t.requires_grad):
         return False
@@ -176,7 +177,8 @@ def _is_nearer(call: Call, grads: Sequence[Any], expected: Expected) -> bool:
             ours, other = (largest_size(t.double() - true) for t in (grad.to_torch(), theirs))
             rtol, atol = expected.tolerance
             allowed = atol + rtol * largest_size(true)
-            if ours > other or other > (100 if ours <= allowed else 10) * allowed:
+            is_close = ours <= allowed
+            if ours > max(allowed, 2 * other) or other > (100 if is_close else 10) * allowed:
                 return False
     return True
 
