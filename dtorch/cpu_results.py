@@ -135,7 +135,7 @@ def _batch_norm(arguments: dict[str, Any], results: _Results) -> _Results:
     """In evaluation no statistics are saved."""
     dtype = _statistics_dtype(arguments)
     first, mean, scale, *rest = results
-    first = first.contiguous(memory_format=suggest_memory_format(arguments["input"]))
+    first = _in_format(first, arguments["input"])
     saved = [s if arguments.get("training", True) else s.new_empty(0) for s in (mean, scale)]
     return (first, *(s.to(dtype) for s in saved), *rest)
 
@@ -184,14 +184,38 @@ def _asked_for_cpu(op: torch._ops.OpOverload) -> Callable[[dict[str, Any], _Resu
     return with_strides
 
 
+def _normalized(arguments: dict[str, Any], results: _Results) -> _Results:
+    """What is normalised keeps its memory format."""
+    first, *statistics = results
+    return (_in_format(first, arguments["input"]), *statistics)
+
+
+def _in_format(result: Tensor, model: Tensor) -> Tensor:
+    """A result with the strides of the memory format of a tensor, also in dims of size one."""
+    return torch.empty_like(result, memory_format=suggest_memory_format(model))
+
+
 def _in_format_of(place: int) -> Callable[[dict[str, Any], _Results], _Results]:
     """The result has the memory format of an argument, by its place."""
 
     def with_strides(arguments: dict[str, Any], results: _Results) -> _Results:
-        memory_format = suggest_memory_format(list(arguments.values())[place])
-        return tuple(r.contiguous(memory_format=memory_format) for r in results)
+        model = list(arguments.values())[place]
+        return tuple(_in_format(r, model) for r in results)
 
     return with_strides
+
+
+def _like_first(arguments: dict[str, Any], results: _Results) -> _Results:
+    """A dense tensor's strides are kept, also in dims of size one."""
+    model = next(iter(arguments.values()))
+    if not aten.is_non_overlapping_and_dense.default(model):
+        return results
+    return tuple(r.new_empty_strided(r.shape, model.stride()) for r in results)
+
+
+def _ones_like(arguments: dict[str, Any], results: _Results) -> _Results:
+    kept = arguments.get("memory_format") in (None, torch.preserve_format)
+    return _like_first(arguments, results) if kept else results
 
 
 def _elementwise(*operands: str) -> Callable[[dict[str, Any], _Results], _Results]:
@@ -227,6 +251,11 @@ _CORRECTIONS: dict[torch._ops.OpOverload, Callable[[dict[str, Any], _Results], _
     aten._batch_norm_with_update_functional.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_layer_norm.default: _layer_norm,
+    aten.native_group_norm.default: _normalized,
+    aten.flip.default: _like_first,
+    aten.ones_like.default: _ones_like,
+    aten.sort.default: _like_first,
+    aten.sort.stable: _like_first,
     aten.convolution.default: _asked_for_cpu(aten.convolution.default),
     aten.convolution_backward.default: _asked_for_cpu(aten.convolution_backward.default),
     aten._fft_c2c.default: _asked_for_cpu(aten._fft_c2c.default),

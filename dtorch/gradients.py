@@ -32,6 +32,19 @@ def _whole(op: Any, *args: Any) -> torch.Tensor:
         return op(*args)
 
 
+def _flattened(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """A copy of an operand where PyTorch makes one, for one product in place of many, or None.
+
+    Source: `should_fold` in ATen's LinearAlgebra.cpp.
+    """
+    if x.ndim < 3 or not weight.requires_grad:
+        return None
+    stride, shape = x.stride(), x.shape
+    if all(stride[d] == stride[d + 1] * shape[d + 1] for d in range(x.ndim - 2)):
+        return None
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 class Linear(torch.autograd.Function):
     """``x @ w.T + b`` with an unflattened backward."""
 
@@ -39,7 +52,13 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Any, weight: Any, bias: Any) -> Any:
-        return _whole(aten.linear.default, x, weight, bias)
+        flattened = None
+        if bias is None or not x.is_contiguous():  # with a bias, what is contiguous is one product
+            flattened = _flattened(x, weight)
+        if flattened is None:
+            return _whole(aten.linear.default, x, weight, bias)
+        product = _whole(aten.matmul.default, flattened, weight.t())
+        return product if bias is None else product + bias
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -67,7 +86,8 @@ class Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(a: Any, b: Any) -> Any:
-        return _whole(aten.matmul.default, a, b)
+        flattened = _flattened(a, b) if b.ndim == 2 else None
+        return _whole(aten.matmul.default, a if flattened is None else flattened, b)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

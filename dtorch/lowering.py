@@ -313,13 +313,26 @@ def _with_strides_of_results(
 def _laid_out(
     context: LocalContext, part: Ref, spec: Spec, outputs: Sequence[int] | None = None
 ) -> Ref:
-    """Gives a part strides in the order of the whole tensor's; it is copied only if it must be."""
-    order = memory_order(spec)
-    if order == list(range(spec.ndim)):
-        return context.emit(aten.contiguous.default, part, outputs=outputs)
-    inverse = [order.index(d) for d in range(spec.ndim)]
-    dense = context.emit(aten.contiguous.default, context.emit(aten.permute.default, part, order))
-    return context.emit(aten.permute.default, dense, inverse, outputs=outputs)
+    """Gives a part strides in the order of the whole tensor's; it is copied only if it must be.
+
+    A view gives dims of size one, which a contiguous tensor may have with any stride, their own.
+    """
+    order, sizes = memory_order(spec), spec.local_shapes
+    is_in_order, has_ones = order == list(range(spec.ndim)), any(1 in size for size in sizes)
+
+    def emit(op: Any, part: Ref, *args: Any, is_last: bool) -> Ref:
+        return context.emit(op, part, *args, outputs=outputs if is_last else None)
+
+    if not is_in_order:
+        part = context.emit(aten.permute.default, part, order)
+    part = emit(aten.contiguous.default, part, is_last=is_in_order and not has_ones)
+    if has_ones:
+        size = context.per_device(lambda i: [sizes[i][d] for d in order])
+        part = emit(aten.view.default, part, size, is_last=is_in_order)
+    if not is_in_order:
+        inverse = [order.index(d) for d in range(spec.ndim)]
+        part = emit(aten.permute.default, part, inverse, is_last=True)
+    return part
 
 
 def memory_order(spec: Spec) -> list[int]:

@@ -490,3 +490,28 @@ def test_a_result_of_a_jitted_call_that_is_not_used_has_no_gradient() -> None:
         both(given)[used].sum().backward()
     assert [True, False] in seen and [False, True] in seen
     assert torch.equal(given.grad.to_torch(), torch.full((5, 3), 3.0))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, dtorch.jit])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_weight_that_requires_grad_multiplies_strided_values_as_in_pytorch(
+    wrap: Any, has_bias: bool
+) -> None:
+    made = torch.Generator().manual_seed(0)
+    base, weight, bias = (torch.randn(s, generator=made) for s in ((2, 334, 128), (128, 128), 128))
+    views: list[Any] = [lambda t: t[:, :1], lambda t: t[:, ::2], lambda t: t.mT @ t]
+    views += [lambda t: t.transpose(0, 1), lambda t: t[:1].transpose(0, 1), lambda t: t]
+
+    def forward(base: Any, weight: Any, bias: Any) -> list[Any]:
+        given = [view(base) for view in views]
+        return [F.linear(x, weight, bias) for x in given] + [x @ weight.T for x in given]
+
+    one = dtorch.DeviceMesh("cpu", [0])
+    tensors = [base, weight.requires_grad_(), bias.requires_grad_() if has_bias else None]
+    placed = [
+        None if t is None else dtorch.tensor(t.detach(), device_mesh=one).requires_grad_()
+        for t in tensors
+    ]
+    found = wrap(forward)(placed[0].detach(), *placed[1:])
+    for ours, theirs in zip(found, forward(*tensors), strict=True):
+        assert torch.equal(ours.detach().to_torch(), theirs.detach())

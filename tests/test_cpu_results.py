@@ -89,12 +89,11 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def described(tensor: Any) -> Any:
-    """Shape, dtype and the strides that mean something."""
+    """Shape, dtype and strides."""
     if not hasattr(tensor, "dtype"):
         return None
-    stride = tensor.stride() if isinstance(tensor, torch.Tensor) else tensor.stride
-    meant = [s for s, n in zip(stride, tensor.shape, strict=True) if n > 1]
-    return tuple(tensor.shape), tensor.dtype, meant if 0 not in tensor.shape else None
+    stride = tensor.stride() if isinstance(tensor, torch.Tensor) else tuple(tensor.stride)
+    return tuple(tensor.shape), tensor.dtype, stride if 0 not in tensor.shape else None
 
 
 def other_strides(value: Any) -> Any:

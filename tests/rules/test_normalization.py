@@ -87,3 +87,22 @@ def test_batch_norm_whose_input_needs_no_gradient(wrap, placement):
         found = wrap(dtorch.grad(loss, argnums=(0, 1)))(*given, spread(x, TRIPLE, [placement]))
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours.to_torch(), theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+@pytest.mark.parametrize("mesh", [dtorch.DeviceMesh("cpu", [0]), PAIR, TRIPLE], ids=str)
+def test_group_norm_of_tokens_as_an_image(mesh: dtorch.DeviceMesh, batch: int) -> None:
+    """A part of one image has strides that do not tell its memory format."""
+
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        image = x.mT.reshape(len(x), 8, 4, 4) + 0
+        return F.group_norm(F.group_norm(image, 4), 2)
+
+    x = torch.randn(batch, 16, 8)
+    y = dtorch.tensor(x, device_mesh=mesh, placements=[S(0)]).requires_grad_()
+    z = x.clone().requires_grad_()
+    torch.testing.assert_close(dtorch.jit(normed)(y.detach()).to_torch(), normed(x))
+    normed(y).sin().sum().backward()
+    normed(z).sin().sum().backward()
+    assert y.grad is not None and z.grad is not None
+    torch.testing.assert_close(y.grad.to_torch(), z.grad)
