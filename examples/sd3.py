@@ -131,7 +131,9 @@ def small_pipeline(seed: int = 0, **settings: Any) -> StableDiffusion3Pipeline:
         "tokenizer_2": byte_tokenizer(),
         "tokenizer_3": byte_tokenizer(),
     }
-    return StableDiffusion3Pipeline(**{n: m.eval() for n, m in models.items()}, **others)
+    # PyTorch multiplies otherwise by a weight that requires grad, and then rounds otherwise.
+    fixed = {name: model.eval().requires_grad_(False) for name, model in models.items()}
+    return StableDiffusion3Pipeline(**fixed, **others)
 
 
 def make_mesh(text: str, device: str) -> dtorch.DeviceMesh:

@@ -1,9 +1,9 @@
 """Pipelines of Hugging Face's `diffusers` on a mesh, their models and their own code unmodified.
 
-A pipeline is Python code around a few models. `shard` gives a pipeline of the same class with the
-same tokenizers, scheduler and image processor, in which each model has its parameters on devices
-and is called through `jit`. What it returns goes on through the pipeline's own code as a
-distributed tensor, so the whole denoising loop is queued without waiting for a value.
+A pipeline is Python code around a few models. `shard` gives a copy of a pipeline in which each
+model has its parameters on devices and is called through `jit`; all else of it is the pipeline's
+own. What a model returns goes on through the pipeline's code as a distributed tensor, so the whole
+denoising loop is queued without waiting for a value.
 
 The names of the mesh's axes say what they do:
 
@@ -23,23 +23,22 @@ import copy
 import difflib
 import fnmatch
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 import torch.utils._pytree as torch_pytree
 from torch import nn
 
 from ..errors import MeshError, PlacementError
-from ..jit import jit
 from ..mesh import DeviceMesh
 from ..nn import functionalize
 from ..parallel import ColumnParallel, RowParallel, assign_layers_to_stages, constrain
 from ..parallel import shard as shard_tree
 from ..parallel.plan import Annotation, Meshes, Plan
-from ..placement import P, Replicate
-from ..tensor import Tensor, place
-from ..tree import flatten, map_leaves
+from ..placement import P, PartitionSpec
+from ..tensor import Tensor
+from ..tree import flatten
+from .placed import PlacedModule, check_own_forward, skeleton_of
 
 __all__ = ["activations_of", "plan_of", "shard"]
 
@@ -104,39 +103,49 @@ def shard(
         compile: As of `jit`.
 
     Returns:
-        A pipeline of the same class, to be called as `diffusers` documents it. Its results are
-        distributed tensors where its own code does not fetch them. Its models take part in no
-        gradient, and have the settings (attention processors, tiling) that they had at this call.
+        A pipeline of the same class with the same settings, to be called as `diffusers` documents
+        it, whose models are `dtorch.models.placed.PlacedModule`. Its results are distributed
+        tensors where its own code does not fetch them. Its models take part in no gradient.
+        Settings of theirs (attention processors, tiling, scales) may be changed at any time; a call
+        after that traces again. Weights (LoRA, IP-adapter, textual inversion) are loaded before.
 
     Communication: each device is given its own part of the parameters. At each call of a model its
         arguments are brought to its mesh, and what a text encoder or a transformer returns is
         gathered onto every device of the transformer's mesh. Between stages, the activations.
 
     Raises:
-        TypeError: `pipe` is no pipeline of diffusers.
-        MeshError: The mesh has an axis without a name, or with one that means nothing here (and
-            neither `plan` nor `activations` is given).
-        ValueError: The transformer's heads do not divide over the axes; the message says over how
-            many they do. Or it has fewer layers than there are stages.
+        TypeError: `pipe` is no pipeline of diffusers, or has been through this already; `mesh` or
+            an annotation of `activations` is something else.
+        MeshError: The mesh has an axis without a name, or with one that means nothing here; or
+            one that would split nothing, since `plan_of` and `activations_of` do not know the
+            model. None of it where `plan` or `activations` is given.
+        ValueError: The pipeline has no models, or one of them has no data, or the forward of a
+            part has been replaced (`PlacedModule` cannot follow that). The transformer's heads do
+            not divide over the axes; the message says over how many they do. Or it has fewer
+            layers than there are stages.
         PlacementError: As for `dtorch.parallel.shard`; or a pattern of `activations` matches no
             module.
     """
     models = _models(pipe)
+    meshes = _meshes_of(mesh)
+    for name, model in models.items():
+        check_own_forward(name, model, ValueError)
+    staged = _with_stages(models, mesh)
     if plan is None and activations is None:
-        _check_axes([mesh] if isinstance(mesh, DeviceMesh) else list(mesh.values()))
-    mesh = _with_stages(models.get("transformer"), mesh)
-    plan = plan_of(pipe, mesh) if plan is None else plan
+        _check_axes(meshes)
+        _check_known(models, staged)
+    plan = plan_of(pipe, staged) if plan is None else plan
     activations = activations_of(pipe) if activations is None else activations
-    skeletons = {name: _skeleton(model) for name, model in models.items()}
+    skeletons = {name: skeleton_of(model) for name, model in models.items()}
     _mark(skeletons, activations)
     trees = {name: functionalize(model)[0] for name, model in models.items()}
-    placed = shard_tree(trees, mesh, plan)
-    main = next((n for n in ("transformer", "unet") if n in models), next(iter(models)))
-    home = _first_mesh(placed[main])
-    wrapped = {
-        name: _Model(skeletons[name], placed[name], home, compile=compile) for name in models
-    }
-    return type(pipe)(**{**pipe.components, **wrapped})
+    placed = shard_tree(trees, staged, plan)
+    home = _first_mesh(placed[_main(models)])
+    made = copy.copy(pipe)
+    for name, skeleton in skeletons.items():
+        gathers = None if isinstance(skeleton, _autoencoder()) else home
+        setattr(made, name, PlacedModule(skeleton, placed[name], gathers, compile=compile))
+    return made
 
 
 def plan_of(pipe: Any, mesh: Meshes) -> dict[str, Annotation]:
@@ -162,13 +171,7 @@ def plan_of(pipe: Any, mesh: Meshes) -> dict[str, Annotation]:
         size = _size_of("tp", name, mesh)
         if name == "transformer":
             _check_heads(name, model, size, _size_of("ulysses_cp", name, mesh))
-        heads = _num_heads(model)
-        patterns = _FEATURES if heads is None or heads % size else {**_HEADS, **_FEATURES}
-        leaves = [f".{n}" for n, _ in model.named_parameters()]
-        for pattern, annotation in patterns.items():
-            anchored = pattern if pattern.startswith("*") else f".{pattern}"
-            if not isinstance(model, _autoencoder()) and fnmatch.filter(leaves, anchored):
-                plan[f"{name}{anchored}"] = annotation
+        plan |= _patterns(name, model, size)
     return plan
 
 
@@ -186,87 +189,6 @@ def activations_of(pipe: Any) -> dict[str, P]:
     }
 
 
-class _Model(nn.Module):
-    """A model of a pipeline: called as that, computed on a mesh.
-
-    What it is asked for beside calls (its configuration, its dtype) it has from a copy without
-    data.
-    """
-
-    def __init__(
-        self, skeleton: nn.Module, params: Mapping[str, Any], home: DeviceMesh, *, compile: bool
-    ) -> None:
-        super().__init__()
-        self._skeleton = [skeleton]  # in a list, so that it is no submodule
-        self._params = params
-        self._function = functionalize(skeleton)[1]
-        self._mesh = _first_mesh(params)
-        self._home = None if isinstance(skeleton, _autoencoder()) else home
-        self._programs = functools.cache(functools.partial(self._program, compile=compile))
-
-    def _program(self, method: str, *, compile: bool) -> Callable[..., Any]:
-        def run(params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            result = self._function.call(method, params, *args, **kwargs)
-            return result if self._home is None else map_leaves(self._gathered, result)
-
-        run.__name__ = f"{self._function.__name__}.{method}"
-        return jit(run, compile=compile)
-
-    def _gathered(self, leaf: Any) -> Any:
-        home = self._home
-        if not isinstance(leaf, Tensor) or home is None:
-            return leaf
-        return leaf.redistribute(home, [Replicate()] * home.ndim)
-
-    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = map_leaves(self._brought, (args, kwargs))
-        with torch.no_grad():
-            return self._programs(method)(self._params, args, kwargs)
-
-    def _brought(self, leaf: Any) -> Any:
-        """A leaf on the mesh: a program for torch tensors is none for what they are replaced by."""
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if not isinstance(leaf, Tensor):
-            return place(leaf, self._mesh, (Replicate(),) * self._mesh.ndim)
-        if leaf.device_mesh == self._mesh:
-            return leaf
-        return leaf.redistribute(self._mesh, [Replicate()] * self._mesh.ndim)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the model returns."""
-        return self._call("forward", args, kwargs)
-
-    def encode(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the `encode` of an autoencoder returns."""
-        return self._call("encode", args, kwargs)
-
-    def decode(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the `decode` of an autoencoder returns."""
-        return self._call("decode", args, kwargs)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of its tensors, as PyTorch sees it."""
-        return self._mesh.torch_device()
-
-    def __getattr__(self, name: str) -> Any:
-        found = self.__dict__.get("_skeleton")
-        if found is None:
-            raise AttributeError(name)
-        return getattr(found[0], name)
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises: the parameters stay where they are."""
-        raise RuntimeError(
-            f"{self!r} cannot be moved or converted.\n"
-            "  Fix: pipe.to(dtype) before dtorch.models.diffusion.shard(pipe, mesh)."
-        )
-
-    def __repr__(self) -> str:
-        return f"{type(self._skeleton[0]).__name__} on {self._mesh!r}"
-
-
 def _models(pipe: Any) -> dict[str, nn.Module]:
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -277,7 +199,39 @@ def _models(pipe: Any) -> dict[str, nn.Module]:
             "  Fix: diffusers.StableDiffusion3Pipeline.from_pretrained(...), for example."
         )
     _register(DiagonalGaussianDistribution)
-    return {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
+    models = {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
+    kind = type(pipe).__name__
+    if not models:
+        raise ValueError(f"this {kind} has no models, only {', '.join(pipe.components)}.")
+    placed = [name for name, model in models.items() if type(model) is PlacedModule]
+    if placed:
+        raise TypeError(
+            f"models of this {kind} are on meshes already: {', '.join(placed)}.\n"
+            "  Fix: shard the pipeline that it was made of."
+        )
+    empty = [n for n, m in models.items() if any(p.is_meta for p in m.parameters())]
+    if empty:
+        raise ValueError(
+            f"models of this {kind} have no data, they are on the meta device: {', '.join(empty)}."
+            "\n  Fix: from_pretrained, without a device_map."
+        )
+    return models
+
+
+def _patterns(name: str, model: nn.Module, size: int) -> dict[str, Annotation]:
+    """The patterns for the parameters of a model, over so many devices of the axis ``tp``."""
+    if isinstance(model, _autoencoder()):
+        return {}
+    heads = _num_heads(model)
+    patterns = _FEATURES if heads is None or heads % size else {**_HEADS, **_FEATURES}
+    leaves = [f".{n}" for n, _ in model.named_parameters()]
+    anchored = {p if p.startswith("*") else f".{p}": a for p, a in patterns.items()}
+    return {f"{name}{p}": a for p, a in anchored.items() if fnmatch.filter(leaves, p)}
+
+
+def _main(models: Mapping[str, nn.Module]) -> str:
+    """The model that makes the image."""
+    return next((n for n in ("transformer", "unet") if n in models), next(iter(models)))
 
 
 @functools.cache
@@ -296,16 +250,6 @@ def _autoencoder() -> type:
     return AutoencoderKL
 
 
-def _skeleton(model: nn.Module) -> nn.Module:
-    """A copy of a model without data."""
-    memo: dict[int, Any] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    return copy.deepcopy(model, memo)
-
-
 def _mark(skeletons: Mapping[str, nn.Module], activations: Mapping[str, P]) -> None:
     """Has modules lay out what they return."""
     modules = {
@@ -314,10 +258,22 @@ def _mark(skeletons: Mapping[str, nn.Module], activations: Mapping[str, P]) -> N
         for path, part in model.named_modules()
     }
 
-    def hook(annotation: P) -> Callable[..., Any]:
-        return lambda module, args, result: constrain(result, annotation)
+    def hook(path: str, pattern: str, annotation: P) -> Callable[..., Any]:
+        def lay_out(module: nn.Module, args: Any, result: Any) -> Any:
+            try:
+                return constrain(result, annotation)
+            except PlacementError as error:
+                message = f"activations[{pattern!r}], for what {path} returns: {error}"
+                raise PlacementError(message) from error
+
+        return lay_out
 
     for pattern, annotation in activations.items():
+        if not isinstance(annotation, PartitionSpec):
+            raise TypeError(
+                f"activations[{pattern!r}] is {annotation!r}.\n"
+                "  Fix: dtorch.P with the axes of each dim, such as P('dp', 'ring_cp')."
+            )
         found = fnmatch.filter(modules, pattern)
         if not found:
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.3)
@@ -326,34 +282,59 @@ def _mark(skeletons: Mapping[str, nn.Module], activations: Mapping[str, P]) -> N
                 f"nearest are {', '.join(near) or 'none'}.\n  Fix: correct or remove it."
             )
         for path in found:
-            modules[path].register_forward_hook(hook(annotation))
+            modules[path].register_forward_hook(hook(path, pattern, annotation))
 
 
-def _with_stages(transformer: nn.Module | None, mesh: Meshes) -> Meshes:
-    """Meshes by path pattern that spread the layers of a transformer over an axis ``pp``."""
-    names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
-    if not isinstance(mesh, DeviceMesh) or "pp" not in names:
+def _with_stages(models: Mapping[str, nn.Module], mesh: Meshes) -> Meshes:
+    """Meshes by path pattern that spread the layers of transformers over an axis ``pp``."""
+    if not isinstance(mesh, DeviceMesh):
+        if any("pp" in (m.mesh_dim_names or ()) for m in mesh.values()):
+            raise MeshError(
+                "layers are not divided over the axis pp of a mesh that is given by a pattern.\n"
+                "  Fix: pass one mesh, or the meshes of its stages, mesh.unbind('pp'), by pattern."
+            )
+        return mesh
+    if "pp" not in (mesh.mesh_dim_names or ()):
         return mesh
     meshes = mesh.unbind("pp")
-    children = [] if transformer is None else transformer.named_children()
-    lists = {name: part for name, part in children if isinstance(part, nn.ModuleList)}
-    layers = [f"transformer.{name}.{i}.*" for name, part in lists.items() for i in range(len(part))]
-    if len(layers) < len(meshes):
-        raise ValueError(
-            f"the transformer has {len(layers)} layers for {len(meshes)} stages.\n"
-            f"  Fix: an axis pp of at most {len(layers)}."
-        )
-    homes = assign_layers_to_stages(len(layers), len(meshes))
-    where = {layer: meshes[home] for layer, home in zip(layers, homes, strict=True)}
-    after = dict.fromkeys(("transformer.norm_out.*", "transformer.proj_out.*"), meshes[-1])
-    return {**where, **after, "vae.*": meshes[-1], "*": meshes[0]}
+    where: dict[str, DeviceMesh] = {}
+    for name in [n for n in models if n.startswith("transformer")] or [_main(models)]:
+        parts = models[name].named_children()
+        lists = {part: found for part, found in parts if isinstance(found, nn.ModuleList)}
+        layers = [
+            f"{name}.{part}.{i}.*" for part, found in lists.items() for i in range(len(found))
+        ]
+        if not name.startswith("transformer") and len(meshes) > 1:
+            raise MeshError(
+                f"the {name} of this pipeline, a {type(models[name]).__name__}, is no row of "
+                "layers that an axis pp could divide.\n  Fix: a mesh without the axis pp."
+            )
+        if len(layers) < len(meshes):
+            raise ValueError(
+                f"the {name} has {len(layers)} layers for {len(meshes)} stages.\n"
+                f"  Fix: an axis pp of at most {max(1, len(layers))}."
+            )
+        homes = assign_layers_to_stages(len(layers), len(meshes))
+        where |= {layer: meshes[home] for layer, home in zip(layers, homes, strict=True)}
+        where |= dict.fromkeys((f"{name}.norm_out.*", f"{name}.proj_out.*"), meshes[-1])
+    return {**where, "vae.*": meshes[-1], "*": meshes[0]}
 
 
 def _first_mesh(tree: Any) -> DeviceMesh:
     return next(leaf.device_mesh for leaf in flatten(tree)[0] if isinstance(leaf, Tensor))
 
 
-def _check_axes(meshes: Sequence[DeviceMesh]) -> None:
+def _meshes_of(mesh: Any) -> list[DeviceMesh]:
+    found = list(mesh.values()) if isinstance(mesh, Mapping) else [mesh]
+    if not found or not all(isinstance(m, DeviceMesh) for m in found):
+        raise TypeError(
+            f"mesh is {mesh!r}.\n  Fix: a DeviceMesh, such as dtorch.init_device_mesh('cpu', (2,), "
+            "mesh_dim_names=('tp',)), or a dict of them by path pattern."
+        )
+    return found
+
+
+def _check_axes(meshes: Iterable[DeviceMesh]) -> None:
     for mesh in meshes:
         names = mesh.mesh_dim_names
         if names is None or not set(names) <= set(AXES):
@@ -362,6 +343,26 @@ def _check_axes(meshes: Sequence[DeviceMesh]) -> None:
                 f"those that mean something to a pipeline are {', '.join(AXES)}.\n"
                 "  Fix: name the axes so, or pass plan and activations."
             )
+
+
+def _check_known(models: Mapping[str, nn.Module], mesh: Meshes) -> None:
+    """Raises where axes would split nothing of the model that makes the image."""
+    name = _main(models)
+    kind = type(models[name]).__name__
+    idle = [
+        axis
+        for axis in (*BATCH, *SEQUENCE, "tp")
+        if _size_of(axis, name, mesh) > 1
+        and (kind not in _ACTIVATIONS if axis != "tp" else not _patterns(name, models[name], 1))
+    ]
+    if idle:
+        known = ", ".join(_ACTIVATIONS)
+        raise MeshError(
+            f"the mesh's {', '.join(idle)} would split nothing of {name}, a {kind}: the layouts "
+            f"that dtorch knows are those of {known}.\n"
+            "  Fix: leave those axes out, or pass plan and activations, such as "
+            f"activations={{'{name}.conv_in': P(('cfg', 'dp'))}}."
+        )
 
 
 def _size_of(axis: str, name: str, mesh: Meshes) -> int:
