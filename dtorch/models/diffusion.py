@@ -144,7 +144,8 @@ def shard(
     made = copy.copy(pipe)
     for name, skeleton in skeletons.items():
         gathers = None if isinstance(skeleton, _autoencoder()) else home
-        setattr(made, name, PlacedModule(skeleton, placed[name], gathers, compile=compile))
+        # Past `setattr`, by which a pipeline would note another class in its configuration.
+        vars(made)[name] = PlacedModule(skeleton, placed[name], gathers, compile=compile)
     return made
 
 
