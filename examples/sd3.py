@@ -142,10 +142,18 @@ def make_mesh(text: str, device: str) -> dtorch.DeviceMesh:
         sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
     except ValueError:
         sizes = {}
-    if not sizes or not sizes.keys() <= set(AXES) or min(sizes.values()) < 1:
+    if len(sizes) < text.count(",") + 1 or not sizes.keys() <= set(AXES) or min(sizes.values()) < 1:
         raise SystemExit(f"--mesh {text}: expected sizes of axes among {', '.join(AXES)}.")
     names = tuple(axis for axis in AXES if axis in sizes)
     return dtorch.init_device_mesh(device, tuple(sizes[n] for n in names), mesh_dim_names=names)
+
+
+def positive(text: str) -> int:
+    """Returns the positive number that an argument is."""
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
 
 
 def run(pipe: Any, args: argparse.Namespace, num_images: int) -> tuple[Any, float, float]:
@@ -180,13 +188,20 @@ def main() -> None:
         "--mesh", default="cfg=2,ulysses_cp=2,tp=2", help="the axes and their sizes"
     )
     parser.add_argument("--prompt", default="A red cat on a mat")
-    parser.add_argument("--height", type=int, help="in pixels; if left out, the model's")
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--steps", type=int, help="4 for the small model, 28 for another")
+    parser.add_argument("--height", type=positive, help="in pixels; if left out, the model's")
+    parser.add_argument("--width", type=positive)
+    parser.add_argument("--steps", type=positive, help="4 for the small model, 28 for another")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(), help="the folder of the images")
     args = parser.parse_args()
+    if not args.out.is_dir():
+        parser.error(f"--out {args.out}: no such folder")
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed {args.seed}: at least 0 and less than 2**63")
+    for name in ("height", "width"):
+        if (getattr(args, name) or 16) % 16:
+            parser.error(f"--{name} {getattr(args, name)}: a multiple of 16")
     args.steps = args.steps or (28 if args.model else 4)
     mesh = make_mesh(args.mesh, args.device)
     dp = mesh.size("dp") if "dp" in (mesh.mesh_dim_names or ()) else 1

@@ -270,6 +270,8 @@ def sizes(text: str) -> Sizes:
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
+    except web.RequestPayloadError as error:
+        return web.json_response({"error": f"the body cannot be read: {error}"}, status=400)
     except web.HTTPException as error:
         kept = {k: error.headers[k] for k in ("Allow", "Retry-After") if k in error.headers}
         return web.json_response({"error": error.text}, status=error.status, headers=kept)
@@ -298,7 +300,10 @@ async def serve(service: Service, args: argparse.Namespace) -> None:
     try:
         if args.warmup:
             print(f"warm-up, in seconds: {await service.warm_up()}", flush=True)
-        await web.TCPSite(runner, args.host, args.port).start()
+        try:
+            await web.TCPSite(runner, args.host, args.port).start()
+        except OSError as error:
+            raise SystemExit(f"--host {args.host} --port {args.port}: {error}") from None
         host, port, *_ = runner.addresses[0]
         print(f"serving at http://{host}:{port}", flush=True)
         await loop.create_future()
@@ -318,6 +323,10 @@ def main() -> None:
     parser.add_argument("--warmup", action="store_true", help="warm up before serving")
     parser.add_argument("--max-queue", type=int, default=16, help="how many images may wait")
     args = parser.parse_args()
+    if not 0 <= args.port < 2**16:
+        parser.error(f"--port {args.port}: a number from 0 to 65535")
+    if args.max_queue < 1:
+        parser.error(f"--max-queue {args.max_queue}: at least 1")
     mesh = make_mesh(args.mesh, args.device)
     if args.model:
         dtype = torch.float32 if args.device == "cpu" else torch.bfloat16

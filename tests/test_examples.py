@@ -37,7 +37,7 @@ def run(*arguments: str | Path) -> str:
 def test_each_says_what_it_shows_and_how_to_run_it(example: Path) -> None:
     text = example.read_text()
     assert text.startswith('"""') and f"python examples/{example.name}" in text.split('"""')[1]
-    assert len(text.splitlines()) < 340
+    assert len(text.splitlines()) < 350
 
 
 def test_llama_with_its_own_model() -> None:

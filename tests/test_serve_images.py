@@ -148,7 +148,7 @@ def test_images_are_the_same_one_by_one_and_at_once(pipe: Any, talk: Any) -> Non
 
 
 def test_a_size_is_traced_once(pipe: Any, talk: Any) -> None:
-    program = pipe.transformer._programs("forward")
+    program = pipe.transformer._programs["__call__"]
 
     async def conversation(client: Any) -> None:
         before = program.cache_info().misses
@@ -164,9 +164,9 @@ def test_the_warm_up_traces_its_sizes(pipe: Any, talk: Any) -> None:
     async def conversation(client: Any) -> None:
         answer = await (await client.post("/warmup")).json()
         assert list(answer["seconds"]) == ["64x64"]
-        misses = pipe.transformer._programs("forward").cache_info().misses
+        misses = pipe.transformer._programs["__call__"].cache_info().misses
         await png(client)
-        assert pipe.transformer._programs("forward").cache_info().misses == misses
+        assert pipe.transformer._programs["__call__"].cache_info().misses == misses
 
     talk(pipe, conversation)
 

@@ -168,6 +168,7 @@ def plan_of(pipe: Any, mesh: Meshes) -> dict[str, Annotation]:
         ValueError: As for `shard`.
     """
     plan: dict[str, Annotation] = {}
+    _meshes_of(mesh)
     for name, model in _models(pipe).items():
         size = _size_of("tp", name, mesh)
         if name == "transformer":
