@@ -39,7 +39,6 @@ class Scaled(StableDiffusion3Pipeline):
 def test_all_else_of_a_pipeline_is_kept() -> None:
     pipe = Scaled(**sd3.small_pipeline().components)
     pipe.scale = 3.0
-    pipe.register_to_config(some_setting=2)
     pipe.image_processor = VaeImageProcessor(vae_scale_factor=8, do_normalize=False)
     pipe.tokenizer_max_length = 20
     pipe.set_progress_bar_config(disable=True)
