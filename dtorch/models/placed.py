@@ -34,7 +34,7 @@ COMPUTING = ("forward", "encode", "decode", "tiled_", "get_text_features", "get_
 UNCHANGING = {"config", "dtype", "cache_context"}
 """Attributes through which no setting is changed."""
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 _FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial, type)
 
 
@@ -156,7 +156,7 @@ class PlacedModule:
         found = getattr(skeleton, name)
         if name.startswith(COMPUTING) and inspect.ismethod(found):
             return functools.wraps(found)(functools.partial(self._call, name))
-        if name not in UNCHANGING and not isinstance(found, _PLAIN):
+        if name not in UNCHANGING and type(found) not in _PLAIN:
             self.__dict__["_may_have_changed"] = True
         return found
 
@@ -290,35 +290,41 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 class _Settings:
-    """What a trace of a module depends on beside its parameters: all attributes of its parts."""
+    """What a trace of a module depends on beside its parameters: all attributes of its parts.
+
+    Plain values are compared as such; other objects by what they are and hold, to a depth.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._kept: list[Any] = []  # so that no other object gets the number of one of these
-        self._found = [
-            (path, name, self._described(value, _DEPTH))
-            for path, part in module.named_modules()
-            for name, value in vars(part).items()
-            if name != "_modules"
-        ]
+        self._found: list[Any] = []
+        for part in module.modules():
+            attributes = vars(part)
+            self._found += (id(part), tuple(attributes))
+            self._kept.append(part)
+            for value in attributes.values():
+                self._add(value, _DEPTH)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Settings) and self._found == other._found
 
-    def _described(self, value: Any, depth: int) -> Any:
-        if isinstance(value, _PLAIN):
-            return type(value), value
-        if isinstance(value, Mapping):
-            return tuple((k, self._described(v, depth)) for k, v in value.items())
-        if isinstance(value, (list, tuple)):
-            return tuple(self._described(v, depth) for v in value)
-        self._kept.append(value)
-        if isinstance(value, torch.Tensor):
-            return id(value), value.dtype, value._version
-        attributes = getattr(value, "__dict__", None)
-        if not depth or not attributes or isinstance(value, (nn.Module, *_FUNCTIONS)):
-            return id(value)
-        described = tuple((k, self._described(v, depth - 1)) for k, v in attributes.items())
-        return id(value), described
+    def _add(self, value: Any, depth: int) -> None:
+        kind = type(value)
+        if kind in _PLAIN:
+            self._found.append(value)
+        elif isinstance(value, (dict, list, tuple)):
+            if value:
+                self._found.append(tuple(value) if isinstance(value, dict) else len(value))
+                for item in value.values() if isinstance(value, dict) else value:
+                    self._add(item, depth)
+        else:
+            self._kept.append(value)
+            self._found.append(id(value))
+            if isinstance(value, torch.Tensor):
+                self._found += (value.dtype, value._version)
+            elif depth and not isinstance(value, (nn.Module, *_FUNCTIONS)):
+                for item in getattr(value, "__dict__", {}).values():
+                    self._add(item, depth - 1)
 
 
 _DEPTH = 3
