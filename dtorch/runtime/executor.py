@@ -25,9 +25,10 @@ from ..lowering import (
 from ..mesh import Device, DeviceMesh
 from ..program import Ref, ScalarRef, SourceLine
 from ..source import Site, line_at
-from . import collectives, timeline
+from . import collectives, streams, timeline
 from .collectives import Meeting, Round
-from .shards import Borrowed, Failure, Shards, written_to
+from .shards import Borrowed, Failure, Launched, Shards, written_to
+from .streams import Lane, Lanes, Launch
 from .timeline import Phase, Span
 
 
@@ -49,11 +50,11 @@ class Executable:
         self.exchanges: dict[Any, tuple[Shards, list[None]]] = {}
         self._bound: dict[Device, _Bound] = {}
 
-    def bound(self, device: Device) -> _Bound:
-        """Returns what the device runs; called by the device's worker alone."""
-        bound = self._bound.get(device)
+    def bound(self, state: DeviceState) -> _Bound:
+        """Returns what a device runs; called by the device's worker alone."""
+        bound = self._bound.get(state.device)
         if bound is None:
-            bound = self._bound[device] = _bind(self.program, device)
+            bound = self._bound[state.device] = _bind(self.program, state)
         return bound
 
 
@@ -113,11 +114,12 @@ class Call:
 
 
 class DeviceState:
-    """What one worker keeps between programs: its device, a generator, the stop signal."""
+    """What one worker keeps between programs: its device, lanes, a generator, the stop signal."""
 
     def __init__(self, device: Device, stopping: threading.Event) -> None:
         self.device = device
         self.stopping = stopping
+        self.lanes: Lanes | None = streams.lanes_of(device)
         self._generator: torch.Generator | None = None
 
     def generator(self, device: torch.device) -> torch.Generator:
@@ -130,10 +132,11 @@ class DeviceState:
 class _Frame:
     """One run of a program on one device: its slots, and the caller's memory that it reads."""
 
-    __slots__ = ("call", "loans", "poisoned", "slots", "state")
+    __slots__ = ("call", "events", "loans", "poisoned", "slots", "state")
 
     def __init__(self, call: Call, slots: list[Any], state: DeviceState) -> None:
         self.call = call
+        self.events: dict[int, Any] = {}  # of slots, on a device with lanes
         self.slots = slots
         self.state = state
         self.poisoned = False
@@ -153,6 +156,11 @@ class _Frame:
             if isinstance(part, torch.Tensor) and loan.lends(part):
                 part = Borrowed(part, loan.owner, loan.version)
         return part
+
+    def shown(self, part: Any, event: Any) -> Any:
+        """Returns a part as others may see it, who wait for an event, if there is one."""
+        part = self.settled(part) if self.loans else part
+        return part if event is None or type(part) is Failure else Launched(part, event)
 
     def store(self, slot: int, value: Any) -> None:
         if type(value) is Failure:
@@ -191,12 +199,13 @@ class _Bound(NamedTuple):
 
 def run(call: Call, state: DeviceState) -> None:
     """Runs a call on one device and fills its output shards there. Never raises."""
-    bound = call.executable.bound(state.device)
+    bound = call.executable.bound(state)
     frame = _Frame(call, [None] * call.executable.program.num_slots, state)
     slots, inputs, outputs = frame.slots, call.inputs, call.outputs
     for slot, number, index in bound.inputs:
         slots[slot] = part = inputs[number]._parts[index]
         if type(part) is not torch.Tensor:
+            frame.events[slot] = inputs[number].event(index)
             frame.loans += inputs[number].loans((index,))
             frame.store(slot, inputs[number].get(index))
     for action, number, phase in bound.actions:
@@ -207,11 +216,12 @@ def run(call: Call, state: DeviceState) -> None:
             action(frame)
             frame.note(number, phase, since)
     for slot, number, index in bound.outputs:
-        part = slots[slot]
-        outputs[number].set(index, frame.settled(part) if frame.loans else part)
+        outputs[number].set(index, frame.shown(slots[slot], frame.events.get(slot)))
 
 
-def _bind(program: LocalProgram, device: Device) -> _Bound:
+def _bind(program: LocalProgram, state: DeviceState) -> _Bound:
+    device = state.device
+
     def places(
         values: Sequence[tuple[int, DeviceMesh]],
     ) -> tuple[tuple[int, int, int], ...]:
@@ -226,6 +236,12 @@ def _bind(program: LocalProgram, device: Device) -> _Bound:
         for number in range(len(program.instructions))
         for action in _actions(program, number, device)
     ]
+    if state.lanes is not None:
+        launches = streams.plan(program, device)
+        actions = [
+            (_launched(action, launches[number], state.lanes), number, phase)
+            for action, number, phase in actions
+        ]
     return _Bound(places(program.inputs), tuple(actions), places(program.outputs))
 
 
@@ -244,6 +260,29 @@ def _actions(
     if isinstance(instruction, LocalShow):
         return [(_show_action(program, instruction, meeting), number, Phase.SHOW)]
     return [(_step_action(program, instruction, meeting, number), number, None)]
+
+
+def _launched(action: Action, launch: Launch | None, lanes: Lanes) -> Action:
+    """An action that runs on a lane, in the order that the plan gives it."""
+    assert launch is not None
+    lane = launch.lane
+
+    def launched(frame: _Frame) -> None:
+        events, slots = frame.events, frame.slots
+        for slot in launch.waits:
+            if (event := events.get(slot)) is not None:
+                lanes.wait(lane, event)
+        lanes.keep(lane, [t for t in map(slots.__getitem__, launch.keeps) if _is_tensor(t)])
+        with lanes.on(lane):
+            action(frame)
+        if launch.marks:
+            events.update(dict.fromkeys(launch.marks, lanes.record(lane)))
+
+    return launched
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 # -- operations ----------------------------------------------------------------------------
@@ -398,7 +437,8 @@ def _show_action(program: LocalProgram, instruction: LocalShow, meeting: Meeting
             except Exception as error:
                 part = _failure(program, instruction.origin, frame, error)
             exchange = frame.call.exchange(key, len(meeting.group))
-            exchange.set(meeting.member, frame.settled(part))
+            event = frame.events.get(instruction.input)
+            exchange.set(meeting.member, frame.shown(part, event))
             if not meeting.rounds:
                 frame.call.leave(key, len(meeting.visitors))
         _free(frame.slots, instruction.frees)
@@ -420,7 +460,7 @@ def _step_action(
             else:
                 if count:
                     exchange = frame.call.exchange((*name, count), len(meeting.group))
-                    exchange.set(meeting.member or 0, frame.settled(part))
+                    exchange.set(meeting.member or 0, frame.shown(part, _event_of(frame)))
                 since = _clock()
                 parts = _met(frame, meeting, (*name, count), round)
                 frame.note(number, Phase.WAIT, since)
@@ -452,9 +492,27 @@ def _met(frame: _Frame, meeting: Meeting, key: tuple[Any, ...], round: Round) ->
     parts: list[Any] = [None] * len(exchange)
     for member in taken:
         parts[member] = exchange.get(member)
+    _order_after(frame, parts, [exchange.event(member) for member in taken])
     frame.loans += exchange.loans(taken)
     frame.call.leave(key, len(meeting.visitors))
     return parts
+
+
+def _order_after(frame: _Frame, parts: Sequence[Any], events: Sequence[Any]) -> None:
+    """Has the lane of communication wait for what peers have shown, and keep their memory."""
+    lanes = frame.state.lanes
+    if lanes is None:
+        return
+    for event in dict.fromkeys(events):
+        if event is not None:
+            lanes.wait(Lane.COMMUNICATION, event)
+    lanes.keep(Lane.COMMUNICATION, [p for p in parts if _is_tensor(p)])
+
+
+def _event_of(frame: _Frame) -> Any:
+    """An event for what a step has computed so far."""
+    lanes = frame.state.lanes
+    return None if lanes is None else lanes.record(Lane.COMMUNICATION)
 
 
 def _plain(part: Any) -> Any:

@@ -66,6 +66,21 @@ class Borrowed:
         return tensor.untyped_storage()._cdata == self.part.untyped_storage()._cdata
 
 
+class Launched:
+    """A part whose computation a stream has been given, and the event that says it is done.
+
+    Attributes:
+        part: The local tensor, or `Borrowed` memory.
+        event: What a stream has to wait for before it reads the part.
+    """
+
+    __slots__ = ("event", "part")
+
+    def __init__(self, part: torch.Tensor | Borrowed, event: Any) -> None:
+        self.part = part
+        self.event = event
+
+
 def written_to() -> Failure:
     """Returns what a borrowed part is once its owner has been written to."""
     message = (
@@ -89,7 +104,8 @@ class Shards:
     """The parts of a value, one for each device of its mesh, in the mesh's order.
 
     Args:
-        parts: Local tensors, `Failure`s, or `Borrowed` memory.
+        parts: Local tensors, `Failure`s, or `Borrowed` memory; on a device with streams,
+            `Launched`.
 
     Attributes:
         demand: Set while somebody may wait for a part: workers then do not let calls gather.
@@ -114,13 +130,22 @@ class Shards:
     def get(self, index: int) -> Any:
         """Returns a part that is ready: a local tensor or a `Failure`."""
         part = self._parts[index]
+        if type(part) is Launched:
+            part = part.part
         if type(part) is Borrowed:
             return written_to() if part.is_broken() else part.part
         return part
 
+    def event(self, index: int) -> Any:
+        """Returns what a stream waits for before it reads a part that is ready, or None."""
+        part = self._parts[index]
+        return part.event if type(part) is Launched else None
+
     def loans(self, indices: Sequence[int]) -> list[Borrowed]:
         """Returns those of the parts, which are ready, that are memory of the caller."""
-        return [p for i in indices if type(p := self._parts[i]) is Borrowed]
+        parts = [self._parts[i] for i in indices]
+        inner = [p.part if type(p) is Launched else p for p in parts]
+        return [p for p in inner if type(p) is Borrowed]
 
     def is_ready(self, indices: Sequence[int]) -> bool:
         """Returns whether parts have been computed or have failed."""

@@ -1,0 +1,172 @@
+"""Streams: the order of work on a device that runs behind the host.
+
+A worker launches work on such a device and goes on. What is launched on one stream runs in that
+order, and nothing else orders it. A worker has two streams, its *lanes*: operations run on one, and
+what devices take from each other on the other, so that both go on at once. An *event* marks a point
+of a stream; another stream, of this device or of a peer, waits for it there, and the host nowhere
+but where it needs a value.
+
+`plan` says for a program and a device where each instruction runs, what it waits for, and which
+memory of the other lane it uses. It is a pure function, and `Lanes` does what it says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from ..lowering import LocalProgram, LocalShow, LocalStep, slots_read, slots_written
+from ..mesh import Device
+from . import collectives
+
+
+class Lane(enum.IntEnum):
+    """One of the streams of a worker."""
+
+    COMPUTE = 0
+    COMMUNICATION = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    """How one instruction uses the lanes of a device.
+
+    Attributes:
+        lane: Where it runs.
+        waits: The slots whose events the lane waits for before.
+        keeps: The slots in memory of elsewhere that this lane uses for the first time: the
+            allocator gives that memory to nobody before the lane is done with it.
+        marks: The slots whose event is recorded after.
+    """
+
+    lane: Lane
+    waits: tuple[int, ...] = ()
+    keeps: tuple[int, ...] = ()
+    marks: tuple[int, ...] = ()
+
+
+def plan(program: LocalProgram, device: Device) -> tuple[Launch | None, ...]:
+    """Returns how each instruction of a program uses the lanes of a device.
+
+    Args:
+        program: The program.
+        device: One of its devices.
+
+    Returns:
+        A launch for each instruction; None for one in which the device takes no part.
+    """
+    # Of each slot: where it was written, and after how many instructions. Inputs come from
+    # elsewhere, each with an event of its own.
+    written: dict[int, tuple[Lane, int]] = {}
+    waited: set[tuple[Lane, int]] = set()
+    kept: set[tuple[Lane, int]] = set()
+    reached = dict.fromkeys(Lane, -1)  # how far each lane has waited for the other
+    marked = {slot for slot, mesh in program.outputs if device in mesh.devices}
+    launches: list[Launch | None] = []
+    for number, instruction in enumerate(program.instructions):
+        lane = _lane(instruction, device, written)
+        if lane is None:
+            launches.append(None)
+            continue
+        if isinstance(instruction, LocalShow):
+            marked.add(instruction.input)
+        waits: list[int] = []
+        keeps: list[int] = []
+        for slot in dict.fromkeys(slots_read(instruction)):
+            where, since = written.get(slot, (None, number))
+            if where is lane:
+                continue
+            if (lane, slot) not in kept:
+                kept.add((lane, slot))
+                keeps.append(slot)
+            if where is None and (lane, slot) not in waited:
+                waited.add((lane, slot))
+                waits.append(slot)
+            elif where is not None and since > reached[lane]:
+                reached[lane] = since
+                waits.append(slot)
+                marked.add(slot)
+        for slot in slots_written(instruction):
+            written[slot] = (lane, number)
+        launches.append(Launch(lane, tuple(waits), tuple(keeps)))
+    for number, (launch, instruction) in enumerate(
+        zip(launches, program.instructions, strict=True)
+    ):
+        marks = tuple(s for s in slots_written(instruction) if s in marked)
+        if launch is not None and marks:
+            launches[number] = dataclasses.replace(launch, marks=marks)
+    return tuple(launches)
+
+
+def _lane(instruction: Any, device: Device, written: dict[int, tuple[Lane, int]]) -> Lane | None:
+    """Where an instruction runs; a step within the device beside the operations."""
+    if isinstance(instruction, (LocalShow, LocalStep)):
+        meeting = collectives.meeting(instruction.step, device)
+        if meeting is None:
+            return None
+        if isinstance(instruction, LocalShow):
+            return written.get(instruction.input, (Lane.COMPUTE, 0))[0]
+        return Lane.COMMUNICATION if meeting.visitors else Lane.COMPUTE
+    return Lane.COMPUTE if device in instruction.mesh.devices else None
+
+
+class Lanes(Protocol):
+    """The lanes of one worker: what `TorchLanes` does on a device, and tests record."""
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        """Returns a context whose work is launched on a lane."""
+        ...
+
+    def record(self, lane: Lane) -> Any:
+        """Returns an event for what has been launched on a lane so far."""
+        ...
+
+    def wait(self, lane: Lane, event: Any) -> None:
+        """Has what is launched on a lane from now on wait for an event."""
+        ...
+
+    def keep(self, lane: Lane, tensors: Iterable[torch.Tensor]) -> None:
+        """Tells the allocator that a lane uses the memory of tensors from elsewhere."""
+        ...
+
+
+class TorchLanes:
+    """The lanes of a device of torch; those of a virtual device are its own.
+
+    Source: `torch.Stream` and `torch.Event`, which are the same for every accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._type = device.type
+        self._streams = [torch.Stream(device) for _ in Lane]
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        """As in `Lanes`."""
+        return self._streams[lane]
+
+    def record(self, lane: Lane) -> torch.Event:
+        """As in `Lanes`."""
+        return self._streams[lane].record_event()
+
+    def wait(self, lane: Lane, event: torch.Event) -> None:
+        """As in `Lanes`."""
+        self._streams[lane].wait_event(event)
+
+    def keep(self, lane: Lane, tensors: Iterable[torch.Tensor]) -> None:
+        """As in `Lanes`."""
+        for tensor in tensors:
+            if tensor.device.type == self._type:
+                tensor.record_stream(self._streams[lane])
+
+
+def lanes_of(device: Device) -> Lanes | None:
+    """Returns the lanes of a worker; None where a call returns when its work is done."""
+    if device.type == "cpu":
+        return None
+    count = torch.get_device_module(device.type).device_count()
+    return TorchLanes(torch.device(device.type, device.id % count))

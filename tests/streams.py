@@ -1,0 +1,262 @@
+"""Recorded streams: finds an access to memory that nothing orders, in whatever workers run.
+
+A `World` stands for devices whose kernels run at any time that streams and events allow. Each
+stream has a vector clock: how much of every stream has surely run before what it is given next. An
+access is in order if it comes after every write to the same memory, a write after every access;
+memory may be freed if the stream that it was allocated on comes after every access, or the
+allocator has been told of the streams that do not.
+
+`python -m tests.streams 10000` runs that many random programs.
+"""
+
+import contextlib
+import random
+import sys
+import threading
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import optree
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dtorch
+from dtorch import Partial, Replicate, Shard
+from dtorch.mesh import Device
+from dtorch.runtime import streams, worker
+from dtorch.runtime.streams import Lane
+
+CALLER = ("caller", 0)
+Stream = tuple[Any, int]
+
+
+class World:
+    """The streams of all devices, and what they have done with memory."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.faults: list[str] = []
+        self.num_accesses = 0
+        self.clocks: dict[Stream, Counter[Stream]] = defaultdict(Counter)
+        self.owners: dict[int, Stream] = {}
+        self.kept: dict[int, set[Stream]] = {}
+        self.reads: dict[int, list[tuple[Stream, int, str]]] = {}
+        self.writes: dict[int, list[tuple[Stream, int, str]]] = {}
+
+    def launch(self, stream: Stream, op: Any, read: Iterable[Any], written: Iterable[Any]) -> None:
+        with self.lock:
+            clock = self.clocks[stream]
+            clock[stream] += 1
+            access = (stream, clock[stream], f"{op} on {stream}")
+            for storage in read:
+                key = self._known(storage, CALLER)
+                self._check(stream, self.writes[key], access)
+                self.reads[key].append(access)
+            for storage in written:
+                is_new = storage._cdata not in self.owners
+                key = self._known(storage, stream)
+                if not is_new:
+                    self._check(stream, [*self.writes[key], *self.reads[key]], access)
+                self.writes[key].append(access)
+            self.num_accesses += 1
+
+    def _known(self, storage: Any, owner: Stream) -> int:
+        key = storage._cdata
+        if key not in self.owners:
+            self.owners[key] = owner
+            self.kept[key], self.reads[key], self.writes[key] = set(), [], []
+            weakref.finalize(storage, self._free, key).atexit = False
+        return key
+
+    def _check(self, stream: Stream, earlier: list[Any], access: Any) -> None:
+        for other, time, what in earlier:
+            if other != stream and self.clocks[stream][other] < time:
+                self.faults.append(f"{access[2]} does not wait for {what}")
+
+    def _free(self, key: int) -> None:
+        with self.lock:
+            owner = self.owners.pop(key)
+            kept = self.kept.pop(key)
+            for stream, time, what in (*self.reads.pop(key), *self.writes.pop(key)):
+                if stream != owner and stream not in kept and self.clocks[owner][stream] < time:
+                    self.faults.append(f"memory of {owner} is free before {what} has run")
+
+
+class Recorded:
+    """`Lanes` that record what is done with them; with a fault, which leaves out some of it."""
+
+    def __init__(self, world: World, device: Device, fault: str, drawn: random.Random) -> None:
+        self._world = world
+        self._device = str(device)
+        self._fault = fault
+        self._drawn = drawn
+
+    def _is_left_out(self, what: str) -> bool:
+        return self._fault == what and self._drawn.random() < 0.3
+
+    @contextlib.contextmanager
+    def on(self, lane: Lane) -> Iterator[None]:
+        if self._is_left_out("lane"):
+            lane = Lane(1 - lane)
+        with _Watch(self._world, (self._device, int(lane))):
+            yield
+
+    def record(self, lane: Lane) -> Any:
+        with self._world.lock:
+            clock = Counter(self._world.clocks[self._device, int(lane)])
+        if self._is_left_out("record") and clock[self._device, int(lane)]:
+            clock[self._device, int(lane)] -= 1
+        return _Event(clock)
+
+    def wait(self, lane: Lane, event: Any) -> None:
+        if not self._is_left_out("wait"):
+            with self._world.lock:
+                self._world.clocks[self._device, int(lane)] |= event.clock
+
+    def keep(self, lane: Lane, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if not self._is_left_out("keep"):
+                with self._world.lock:
+                    key = self._world._known(tensor.untyped_storage(), CALLER)
+                    self._world.kept[key].add((self._device, int(lane)))
+
+
+class _Event:
+    def __init__(self, clock: Counter[Stream]) -> None:
+        self.clock = clock
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, world: World, stream: Stream) -> None:
+        super().__init__()
+        self._world = world
+        self._stream = stream
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        given = storages((args, kwargs or {}))
+        made = [s for s in storages(result) if s._cdata not in {g._cdata for g in given}]
+        changed = []
+        for argument, value in zip(op._schema.arguments, args, strict=False):
+            if argument.is_write:
+                changed += storages(value)
+        if made or changed or not _is_view(op):
+            self._world.launch(self._stream, op, given, [*made, *changed])
+        return result
+
+
+def _is_view(op: Any) -> bool:
+    """Whether an operation only describes memory anew."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+
+
+def storages(tree: Any) -> list[Any]:
+    leaves = optree.tree_leaves(tree, none_is_leaf=True)
+    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+# -- random programs -----------------------------------------------------------------------
+
+_numbers = iter(range(1000, 1 << 30, 8))
+
+
+@contextlib.contextmanager
+def recorded(fault: str = "", seed: int = 0) -> Iterator[tuple[World, list[int]]]:
+    """A context with a world, and the ids of eight devices that live in it."""
+    world, drawn, start = World(), random.Random(seed), next(_numbers)
+    real = streams.lanes_of
+    streams.lanes_of = lambda device: Recorded(world, device, fault, drawn)
+    ids = list(range(start, start + 8))
+    try:
+        dtorch.synchronize([Device("cpu", i) for i in ids])  # makes the workers
+        yield world, ids
+    finally:
+        streams.lanes_of = real
+        dtorch.synchronize()
+
+
+def run_program(ids: list[int], seed: int) -> None:
+    """Runs a random program on some devices, and compares its values with PyTorch's."""
+    drawn = random.Random(seed)
+    meshes = _meshes(ids, drawn)
+    shape = drawn.choice([(4, 6), (5, 3), (8, 8)])
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(seed + i)) for i in (0, 1)]
+    choices = [drawn.randrange(9) for _ in range(drawn.randint(3, 12))]
+    numbers = [drawn.random() for _ in range(100)]
+
+    def compute(*given: Any) -> Any:
+        made, draws = list(given), iter(numbers)
+        pick = lambda items: items[int(next(draws) * len(items))]  # noqa: E731
+        for choice in choices:
+            x, y = pick(made), pick(made)
+            match choice:
+                case 0:
+                    made.append(x + y)
+                case 1:
+                    made.append((x * 0.5).sin())
+                case 2:
+                    made.append((x @ y.mT @ x * 0.1).tanh())
+                case 3:
+                    made.append(x - x.sum(pick((0, 1)), keepdim=True))
+                case 4:
+                    made.append(torch.cat([x, y], 0)[: shape[0]])
+                case 5:
+                    made.append(x.roll(1, pick((0, 1))))
+                case 6:
+                    placements, mesh = pick(LAYOUTS), pick(meshes)
+                    if isinstance(x, torch.Tensor) and not hasattr(x, "redistribute"):
+                        made.append(x)
+                    else:
+                        made.append(x.redistribute(mesh, placements[: mesh.ndim]))
+                case 7:
+                    made.append(x.mT.mT.clone())
+                case _:
+                    made.append(torch.softmax(x, pick((0, 1))))
+            if hasattr(made[-1], "redistribute"):
+                made[-1] = made[-1].redistribute(meshes[0])
+        return made[-1], made[len(made) // 2], made[2 % len(made)]
+
+    start = [Shard(drawn.randrange(2)), drawn.choice([Replicate(), Shard(0)])]
+    placed = [
+        dtorch.tensor(v, device_mesh=meshes[0], placements=start[: meshes[0].ndim]) for v in values
+    ]
+    call = dtorch.jit(compute) if drawn.random() < 0.7 else compute
+    found = call(*placed)
+    found = call(found[0], placed[1])
+    expected = compute(*compute(*values)[:1], values[1])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.to_torch(), theirs, rtol=1e-3, atol=1e-3)
+
+
+LAYOUTS = [
+    (Shard(0), Replicate()),
+    (Shard(1), Shard(0)),
+    (Replicate(), Shard(1)),
+    (Replicate(), Replicate()),
+    (Partial(), Replicate()),
+]
+
+
+def _meshes(ids: list[int], drawn: random.Random) -> list[dtorch.DeviceMesh]:
+    """The mesh of a program, and others that values pass through."""
+    grids = [ids[:2], ids[:3], [ids[:2], ids[2:4]], ids[:1], ids[4:7], ids[:4]]
+    return [dtorch.DeviceMesh("cpu", g) for g in drawn.sample(grids, 3)]
+
+
+def main(count: int) -> None:
+    with recorded() as (world, ids):
+        for seed in range(count):
+            run_program(ids, seed)
+            dtorch.synchronize()
+            dtorch.cache_clear()
+            if world.faults:
+                raise SystemExit(f"program {seed}: {world.faults[:3]}")
+            if seed % 500 == 499:
+                print(f"{seed + 1} programs, {world.num_accesses} launches, nothing unordered")
+        worker.stop()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
