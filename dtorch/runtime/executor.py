@@ -27,7 +27,7 @@ from ..program import Ref, ScalarRef, SourceLine
 from ..source import Site, line_at
 from . import collectives, streams, timeline
 from .collectives import Meeting, Round
-from .shards import Borrowed, Failure, Launched, Shards, written_to
+from .shards import Borrowed, Failure, Launched, Shards, order_caller, written_to
 from .streams import Lane, Lanes, Launch
 from .timeline import Phase, Span
 
@@ -207,7 +207,7 @@ def run(call: Call, state: DeviceState) -> None:
         if type(part) is not torch.Tensor:
             frame.events[slot] = inputs[number].event(index)
             frame.loans += inputs[number].loans((index,))
-            frame.store(slot, inputs[number].get(index))
+            frame.store(slot, inputs[number].part(index))
     for action, number, phase in bound.actions:
         if timeline.recorder is None or phase is None:
             action(frame)
@@ -491,22 +491,27 @@ def _met(frame: _Frame, meeting: Meeting, key: tuple[Any, ...], round: Round) ->
             return [stopped_failure()]
     parts: list[Any] = [None] * len(exchange)
     for member in taken:
-        parts[member] = exchange.get(member)
-    _order_after(frame, parts, [exchange.event(member) for member in taken])
+        parts[member] = exchange.part(member)
+    _order_after(frame, [parts[m] for m in taken], [exchange.event(m) for m in taken])
     frame.loans += exchange.loans(taken)
     frame.call.leave(key, len(meeting.visitors))
     return parts
 
 
 def _order_after(frame: _Frame, parts: Sequence[Any], events: Sequence[Any]) -> None:
-    """Has the lane of communication wait for what peers have shown, and keep their memory."""
+    """Has the lane of communication wait for what peers have shown, and keep their memory.
+
+    A device without lanes reads it by the streams of its own thread.
+    """
     lanes = frame.state.lanes
+    shown = [(p, e) for p, e in zip(parts, events, strict=True) if _is_tensor(p) and e is not None]
     if lanes is None:
+        for part, event in shown:
+            order_caller(part, event)
         return
-    for event in dict.fromkeys(events):
-        if event is not None:
-            lanes.wait(Lane.COMMUNICATION, event)
-    lanes.keep(Lane.COMMUNICATION, [p for p in parts if _is_tensor(p)])
+    for event in dict.fromkeys(event for _, event in shown):
+        lanes.wait(Lane.COMMUNICATION, event)
+    lanes.keep(Lane.COMMUNICATION, [part for part, _ in shown])
 
 
 def _event_of(frame: _Frame) -> Any:

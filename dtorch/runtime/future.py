@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -16,9 +17,10 @@ from .shards import values_of
 
 
 class _CallbackThread:
-    """Runs the callbacks of futures, one after another, on a daemon thread made at first use."""
+    """Runs what it is given, one after another, on a daemon thread made at first use."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._queue: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -26,9 +28,7 @@ class _CallbackThread:
     def submit(self, callback: Callable[[], Any]) -> None:
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(
-                    target=self._run, name="dtorch-callbacks", daemon=True
-                )
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
         self._queue.put(callback)
 
@@ -45,7 +45,8 @@ class _CallbackThread:
                 )
 
 
-_callbacks = _CallbackThread()
+_callbacks = _CallbackThread("dtorch-callbacks")
+_finishing = _CallbackThread("dtorch-finishing")  # waits for streams
 
 
 class TensorFuture:
@@ -68,20 +69,30 @@ class TensorFuture:
         self._result: torch.Tensor | None = None
 
     def is_ready(self) -> bool:
-        """Returns whether `get` would return (or raise) at once."""
-        return self._shards.is_ready(self._indices)
+        """Returns whether the value has been computed, or could not be."""
+        return self._shards.is_ready(self._indices) and self._shards.is_done(self._indices)
 
     def wait_for(self, ms: float) -> bool:
         """Waits until the value is ready, at most `ms` milliseconds; returns whether it is.
 
         Blocking: up to `ms` milliseconds.
         """
-        return self._shards.wait(self._indices, ms / 1000)
+        end = time.monotonic() + ms / 1000
+        if not self._shards.wait(self._indices, ms / 1000):
+            return False
+        if self._shards.is_done(self._indices):
+            return True
+        done = threading.Event()
+        self._when_ready(done.set)
+        return done.wait(max(0.0, end - time.monotonic()))
 
     def get(self) -> torch.Tensor:
         """Returns the global value.
 
-        Blocking: until every shard is computed.
+        On an accelerator, what the caller launches next on its current stream has the value; the
+        host does not wait for the streams that compute it.
+
+        Blocking: until every shard is computed; on an accelerator, until it has been launched.
 
         Raises:
             WorkerError: An operation that the value depends on failed.
@@ -94,14 +105,30 @@ class TensorFuture:
 
     def add_done_callback(self, callback: Callable[[TensorFuture], Any]) -> None:
         """Calls ``callback(self)`` once the value is ready, on dtorch's callback thread."""
-        self._shards.when_ready(self._indices, lambda: _callbacks.submit(lambda: callback(self)))
+        self._when_ready(lambda: _callbacks.submit(lambda: callback(self)))
+
+    def _when_ready(self, wake: Callable[[], Any]) -> Callable[[], None]:
+        """Calls `wake` once the value is ready; returns a function that takes that back."""
+        shards, indices = self._shards, self._indices
+
+        def finish() -> None:
+            shards.finish(indices)
+            wake()
+
+        def launched() -> None:
+            if shards.is_done(indices):
+                wake()
+            else:
+                _finishing.submit(finish)
+
+        return shards.when_ready(indices, launched)
 
     def __await__(self) -> Generator[Any, None, torch.Tensor]:
         """Waits in asyncio: the worker wakes the event loop, nothing polls."""
         if not self.is_ready():
             loop = asyncio.get_running_loop()
             ready = loop.create_future()
-            forget = self._shards.when_ready(self._indices, lambda: _wake(loop, ready))
+            forget = self._when_ready(lambda: _wake(loop, ready))
             try:
                 yield from ready.__await__()
             finally:

@@ -81,6 +81,21 @@ class Launched:
         self.event = event
 
 
+def handed_over(part: Any) -> Any:
+    """Returns a part of the caller's, on an accelerator with what its current stream has to do."""
+    tensor = part.part if type(part) is Borrowed else part
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type == "cpu":
+        return part
+    return Launched(part, torch.accelerator.current_stream(tensor.device).record_event())
+
+
+def order_caller(tensor: torch.Tensor, event: Any) -> None:
+    """Has the calling thread's current stream wait for an event, and keep what it then reads."""
+    stream = torch.accelerator.current_stream(tensor.device)
+    stream.wait_event(event)
+    tensor.record_stream(stream)
+
+
 def written_to() -> Failure:
     """Returns what a borrowed part is once its owner has been written to."""
     message = (
@@ -104,8 +119,7 @@ class Shards:
     """The parts of a value, one for each device of its mesh, in the mesh's order.
 
     Args:
-        parts: Local tensors, `Failure`s, or `Borrowed` memory; on a device with streams,
-            `Launched`.
+        parts: Local tensors of the caller, `Failure`s, or `Borrowed` memory.
 
     Attributes:
         demand: Set while somebody may wait for a part: workers then do not let calls gather.
@@ -116,7 +130,7 @@ class Shards:
     demand: ClassVar = threading.Event()
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        self._parts = list(parts)
+        self._parts = [handed_over(part) for part in parts]
         self._waiters: list[_Waiter] | None = None
 
     @staticmethod
@@ -128,7 +142,24 @@ class Shards:
         return len(self._parts)
 
     def get(self, index: int) -> Any:
-        """Returns a part that is ready: a local tensor or a `Failure`."""
+        """Returns a part that is ready, for what the caller launches from now on, or a `Failure`."""
+        part, event = self.part(index), self.event(index)
+        if event is not None and type(part) is not Failure:
+            order_caller(part, event)
+        return part
+
+    def is_done(self, indices: Sequence[int]) -> bool:
+        """Returns whether the streams that compute parts, which are ready, are done with them."""
+        return all(event is None or event.query() for event in map(self.event, indices))
+
+    def finish(self, indices: Sequence[int]) -> None:
+        """Waits for the streams that compute parts, which are ready."""
+        for event in map(self.event, indices):
+            if event is not None:
+                event.synchronize()
+
+    def part(self, index: int) -> Any:
+        """Returns a part that is ready, which a stream may still compute, or a `Failure`."""
         part = self._parts[index]
         if type(part) is Launched:
             part = part.part

@@ -164,9 +164,15 @@ class TorchLanes:
                 tensor.record_stream(self._streams[lane])
 
 
-def lanes_of(device: Device) -> Lanes | None:
-    """Returns the lanes of a worker; None where a call returns when its work is done."""
+def place_of(device: Device) -> torch.device | None:
+    """Returns where the streams of a worker are; None where a call returns when it is done."""
     if device.type == "cpu":
         return None
     count = torch.get_device_module(device.type).device_count()
-    return TorchLanes(torch.device(device.type, device.id % count))
+    return torch.device(device.type, device.id % count)
+
+
+def lanes_of(device: Device) -> Lanes | None:
+    """Returns the lanes of a worker; None where a call returns when its work is done."""
+    place = place_of(device)
+    return None if place is None else TorchLanes(place)

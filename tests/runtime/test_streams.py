@@ -2,15 +2,17 @@
 
 import pytest
 import streams as recorded_streams
+import torch
 
 import dtorch
-from dtorch.lowering import lower
-from dtorch.runtime import EXECUTOR
+from dtorch.lowering import LocalStep, lower
+from dtorch.runtime import EXECUTOR, NATIVE, streams
 from dtorch.runtime.streams import Lane, plan
 
-pytestmark = pytest.mark.skipif(EXECUTOR != "python", reason="the Python executor's lanes")
+python_only = pytest.mark.skipif(EXECUTOR != "python", reason="the Python executor's lanes")
 
 
+@python_only
 def test_random_programs_have_no_unordered_access() -> None:
     with recorded_streams.recorded() as (world, ids):
         for seed in range(40):
@@ -20,6 +22,7 @@ def test_random_programs_have_no_unordered_access() -> None:
         assert world.faults == []
 
 
+@python_only
 @pytest.mark.parametrize("fault", ["wait", "keep", "record", "lane"])
 def test_what_is_left_out_is_found(fault: str) -> None:
     with recorded_streams.recorded(fault) as (world, ids):
@@ -31,14 +34,14 @@ def test_what_is_left_out_is_found(fault: str) -> None:
         assert world.faults
 
 
+def compute(x: dtorch.Tensor) -> dtorch.Tensor:
+    whole = (x + 1).redistribute(placements=[dtorch.Replicate()])
+    return (x * 2).sin() @ whole
+
+
 def test_the_plan_of_a_program() -> None:
     mesh = dtorch.DeviceMesh("cpu", [0, 1])
     x = dtorch.zeros(4, 4, device_mesh=mesh, placements=[dtorch.Shard(0)])
-
-    def compute(x: dtorch.Tensor) -> dtorch.Tensor:
-        whole = (x + 1).redistribute(placements=[dtorch.Replicate()])
-        return (x * 2).sin() @ whole
-
     program = lower(dtorch.jit(compute).program(x))
     launches = plan(program, mesh.devices[0])
     text = [f"{i}".split(" = ")[-1] for i in str(program).splitlines()[1:-1]]
@@ -52,3 +55,48 @@ def test_the_plan_of_a_program() -> None:
     waiting = [launch for launch in launches if launch is not None and launch.waits]
     inputs = {slot for slot, _ in program.inputs}
     assert all(launch is product or set(launch.waits) <= inputs for launch in waiting)
+
+
+@pytest.mark.skipif(EXECUTOR != "native", reason="the native executor's lanes")
+def test_the_native_executor_does_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "place_of", lambda device: torch.device("cpu"))
+    mesh = dtorch.DeviceMesh("cpu", [900, 901, 902])
+    x = dtorch.tensor(torch.randn(5, 5), device_mesh=mesh, placements=[dtorch.Shard(0)])
+    jitted = dtorch.jit(compute)
+    program = lower(jitted.program(x))
+    NATIVE.trace_lanes(True)
+    try:
+        found = jitted(x).to_torch()
+        jitted(x)
+        dtorch.synchronize(mesh.devices)
+        trace = NATIVE.take_lane_trace()
+    finally:
+        NATIVE.trace_lanes(False)
+    y = x.to_torch()
+    torch.testing.assert_close(found, (y * 2).sin() @ (y + 1))
+    for device in mesh.devices:
+        lines = [line.split(" ", 1)[1] for line in trace if line.startswith(f"{device} ")]
+        expected, number = list[str](), 0
+        events: dict[int, str] = {}
+        for _ in range(2):
+            events.clear()
+            for instruction, launch in zip(
+                program.instructions, plan(program, device), strict=True
+            ):
+                assert launch is not None
+                for slot in launch.waits:
+                    if slot in events:  # what the caller hands over on the CPU has none
+                        expected.append(f"wait {launch.lane} for {events[slot]}")
+                expected += [f"keep {launch.lane}"] * len(launch.keeps)
+                expected.append(f"enter {launch.lane}")
+                if isinstance(instruction, LocalStep):
+                    for _ in mesh.devices:  # each peer's part: its event, and its memory
+                        expected += ["wait 1 for a peer", "keep 1"]
+                if launch.marks:
+                    name = f"{device}/{launch.lane}/{number}"
+                    number += 1
+                    expected.append(f"record {name}")
+                    events |= dict.fromkeys(launch.marks, name)
+        assert len(lines) == len(expected)
+        for ours, theirs in zip(lines, expected, strict=True):
+            assert ours == theirs or (theirs.endswith("a peer") and ours.startswith("wait 1 for"))

@@ -8,6 +8,7 @@
 #include <c10/core/InferenceMode.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 #include <unordered_map>
@@ -46,9 +47,12 @@ struct Frame {
   std::vector<LoanPtr> loans;        // the memory of the caller that this run reads
   torch::jit::Stack stack;
   at::Generator generator;
+  std::unique_ptr<Lanes> lanes;    // made when the device is first known to have some
+  std::vector<EventPtr> events;    // of the slots, on a device with lanes
+  std::string worker;
   Recorded* recorded;
 
-  explicit Frame(Recorded* r) : recorded(r) {}
+  Frame(std::string w, Recorded* r) : worker(std::move(w)), recorded(r) {}
 
   // Notes what began at a time of `clock_if_recording` and ends here.
   void note(const Instruction& instruction, Span::Phase phase, int64_t since) {
@@ -69,9 +73,33 @@ struct Frame {
     slots.resize(program->num_slots);
     failures.clear();
     loans.clear();
+    events.clear();
+    if (program->places.empty() || !program->places[device]) return;
+    if (!lanes) lanes = new_lanes(worker, *program->places[device]);
+    events.resize(program->num_slots);
+  }
+
+  bool has_lanes() const { return !events.empty(); }
+
+  // Has the lane of an instruction wait for what it reads, and launches there from now on.
+  void enter(const Launch& launch) {
+    for (int slot : launch.waits) {
+      if (events[slot]) lanes->wait(launch.lane, *events[slot]);
+    }
+    for (int slot : launch.keeps) {
+      if (slots[slot].isTensor()) lanes->keep(launch.lane, slots[slot].toTensor());
+    }
+    lanes->enter(launch.lane);
+  }
+
+  void leave(const Launch& launch) {
+    if (launch.marks.empty()) return;
+    EventPtr event = lanes->record(launch.lane);
+    for (int slot : launch.marks) events[slot] = event;
   }
 
   void store(int slot, Part part) {
+    if (part.event && has_lanes()) events[slot] = std::move(part.event);
     if (part.loan) loans.push_back(std::move(part.loan));
     if (part.failure) {
       failures.resize(program->num_slots);
@@ -83,7 +111,8 @@ struct Frame {
 
   Part part(int slot) const {
     if (!failures.empty() && failures[slot]) return {at::Tensor(), failures[slot]};
-    return {slots[slot].isNone() ? at::Tensor() : slots[slot].toTensor(), nullptr};
+    EventPtr event = has_lanes() ? events[slot] : nullptr;
+    return {slots[slot].isNone() ? at::Tensor() : slots[slot].toTensor(), nullptr, nullptr, event};
   }
 
   // What others may see of a part: the caller must not have written to what this run has read,
@@ -177,7 +206,8 @@ void take_results(Frame& frame, const Instruction& instruction) {
 // An operand that nobody else has and that the result of an elementwise operation fits into: the
 // fresh tensor that the kernel would make has its shape, dtype and strides.
 at::Tensor overwritten(const Frame& frame, const Instruction& instruction) {
-  if (!instruction.into) return {};
+  // A stream may still read memory that nobody on the host has any more.
+  if (!instruction.into || frame.has_lanes()) return {};
   for (const Argument& argument : instruction.args) {
     bool runs = argument.kind == Argument::kScalar;
     const c10::IValue& value = runs ? frame.call->scalars[argument.index] : argument.value;
@@ -346,13 +376,37 @@ void run_show(Frame& frame, const Instruction& instruction) {
   if (meeting.rounds.empty()) leave(exchange, meeting);
 }
 
+constexpr int kCommunication = 1;
+
+// Has the lane of communication wait for what peers have shown, and keep their memory. A device
+// without lanes reads it by the streams of its own thread.
+void order_after(Lanes* lanes, const std::vector<Part>& taken) {
+  std::vector<const Event*> waited;
+  for (const Part& part : taken) {
+    if (!part.event || !part.tensor.defined()) continue;
+    if (!lanes) {
+      part.event->order_caller(part.tensor);
+      continue;
+    }
+    if (std::find(waited.begin(), waited.end(), part.event.get()) == waited.end()) {
+      lanes->wait(kCommunication, *part.event);
+      waited.push_back(part.event.get());
+    }
+    lanes->keep(kCommunication, part.tensor);
+  }
+}
+
 // Waits for what a round takes from the group.
 std::vector<Part> meet(Frame& frame, const Meeting& meeting, int number, const Part& part) {
   const auto& members = meeting.rounds[number].members;
   if (meeting.visitors == 0) return std::vector<Part>(members.size(), part);
   Exchange& exchange = frame.call->exchanges[meeting.exchange + number];
   Shards& shown = arrive(exchange, meeting);
-  if (number > 0) shown.set(meeting.member, part);
+  if (number > 0) {
+    Part next = part;
+    if (frame.has_lanes() && !next.failure) next.event = frame.lanes->record(kCommunication);
+    shown.set(meeting.member, std::move(next));
+  }
   std::vector<Part> taken;
   while (!shown.wait(members, 0.2)) {
     if (stopping) {
@@ -363,6 +417,7 @@ std::vector<Part> meet(Frame& frame, const Meeting& meeting, int number, const P
   if (taken.empty()) {
     for (int member : members) taken.push_back(shown.get(member));
   }
+  order_after(frame.has_lanes() ? frame.lanes.get() : nullptr, taken);
   leave(exchange, meeting);
   return taken;
 }
@@ -392,6 +447,7 @@ void run_step(Frame& frame, const Instruction& instruction) {
     part = frame.settled(std::move(part));
     frame.note(instruction, Span::kTake, since);
   }
+  part.event = nullptr;  // that of the result is recorded when the instruction ends
   frame.store(instruction.outputs[0], std::move(part));
 }
 
@@ -409,14 +465,17 @@ void run(Call& call, int device, Frame& frame) {
     call.inputs.clear();
   }
   for (const Instruction& instruction : program.instructions) {
+    const Launch* launch = frame.has_lanes() ? &instruction.launches[device] : nullptr;
     if (instruction.op) {
       int place = instruction.places[device];
       if (place < 0) continue;
+      if (launch) frame.enter(*launch);
       int64_t since = clock_if_recording();
       run_operation(frame, instruction, place);
       frame.note(instruction, Span::kRun, since);
     } else {
       if (!instruction.meetings[device].takes_part) continue;
+      if (launch) frame.enter(*launch);
       if (instruction.shows) {
         int64_t since = clock_if_recording();
         run_show(frame, instruction);
@@ -425,6 +484,7 @@ void run(Call& call, int device, Frame& frame) {
         run_step(frame, instruction);
       }
     }
+    if (launch) frame.leave(*launch);
     frame.free(instruction.frees);
   }
   for (size_t i = 0; i < program.outputs.size(); i++) {
@@ -435,6 +495,7 @@ void run(Call& call, int device, Frame& frame) {
   frame.slots.clear();
   frame.failures.clear();
   frame.loans.clear();
+  frame.events.clear();
 }
 
 void abandon(Call& call, int device) {
@@ -548,7 +609,7 @@ void Worker::work(const std::string& device) {
   pthread_setname_np(pthread_self(), ("dtorch-" + device).substr(0, 15).c_str());
   use_host_cache(true);
   c10::InferenceMode inference(true);
-  Frame frame(&recorded_);
+  Frame frame(device, &recorded_);
   std::vector<Item> batch;
   while (next(batch)) {
     for (Item& item : batch) {

@@ -57,6 +57,7 @@ struct Instruction {
   int state_before = -1, state_after = -1;  // slots of a generator's state
   int origin = -1;
   std::vector<Meeting> meetings;  // of a step, for each device of the program
+  std::vector<Launch> launches;   // for each device of the program, or none
 };
 
 // A value that passes between the caller and the slots: for each device its index in the mesh.
@@ -73,6 +74,7 @@ struct Program {
   int num_slots = 0, num_exchanges = 0;
   std::vector<Port> inputs, outputs;
   std::vector<Instruction> instructions;
+  std::vector<c10::optional<c10::Device>> places;  // of the devices that have lanes, or none
   PyObject* local = nullptr;  // the `LocalProgram`, for messages
   mutable std::vector<Worker*> workers;  // guarded by the lock of submission
   mutable unsigned pool = 0;             // the pool that they belong to

@@ -23,7 +23,7 @@ from ...lowering import LocalCall, LocalProgram, LocalShow, LocalStep, PerDevice
 from ...mesh import Device, DeviceMesh
 from ...program import Ref, ScalarRef, SourceLine
 from ...source import is_library
-from .. import collectives, timeline
+from .. import collectives, streams, timeline
 from ..executor import failure_of, stopped_failure
 from ..shards import Borrowed, Failure, written_to
 from ..timeline import Phase, Recorder, Span
@@ -70,7 +70,16 @@ def _handed_over(program: LocalProgram) -> Any:
             _add_operation(made, instruction, places_of(instruction.mesh))
         else:
             _add_step(made, instruction, program.devices, exchanges)
+    for position, device in enumerate(program.devices):
+        place = streams.place_of(device)
+        if place is not None:
+            launches = [launch and _flat(launch) for launch in streams.plan(program, device)]
+            made.add_launches(position, place, launches)
     return made
+
+
+def _flat(launch: streams.Launch) -> tuple[int, Any, Any, Any]:
+    return int(launch.lane), launch.waits, launch.keeps, launch.marks
 
 
 def _add_operation(made: Any, call: LocalCall, places: list[int]) -> None:

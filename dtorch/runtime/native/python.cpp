@@ -84,9 +84,12 @@ ShardsPtr shards_of(const py::sequence& parts) {
       auto owner = py::cast<at::Tensor>(part.attr("owner"));
       auto version = py::cast<int64_t>(part.attr("version"));
       auto loan = std::make_shared<Loan>(Loan{owner, version, broken});
-      shards->set(i, {py::cast<at::Tensor>(part.attr("part")), nullptr, loan});
+      auto tensor = py::cast<at::Tensor>(part.attr("part"));
+      shards->set(i, {tensor, nullptr, loan, event_of_caller(tensor)});
     } else {
-      shards->set(i, part_of(part));
+      Part made = part_of(part);
+      made.event = event_of_caller(made.tensor);
+      shards->set(i, std::move(made));
     }
   }
   return shards;
@@ -140,10 +143,35 @@ bool wait(Shards& shards, const py::handle& indices, const py::object& timeout) 
   }
 }
 
+// A part that is ready, for what the calling thread launches from now on.
+Part received(const Shards& shards, size_t index) {
+  Part part = shards.get(index);
+  if (part.event && part.tensor.defined()) part.event->order_caller(part.tensor);
+  return part;
+}
+
+// Whether the streams that compute parts, which are ready, are done with them.
+bool is_done(const Shards& shards, const py::handle& indices) {
+  for (int i : to_indices(indices)) {
+    Part part = shards.get(i);
+    if (part.event && !part.event->done()) return false;
+  }
+  return true;
+}
+
+void finish(const Shards& shards, const py::handle& indices) {
+  std::vector<int> wanted = to_indices(indices);
+  py::gil_scoped_release release;
+  for (int i : wanted) {
+    Part part = shards.get(i);
+    if (part.event) part.event->synchronize();
+  }
+}
+
 // A copy for the caller, or a failure; waits for the part.
 py::object copy_part(Shards& shards, int index) {
   if (!shards.ready(index)) wait(shards, py::make_tuple(index), py::none());
-  Part part = shards.get(index);
+  Part part = received(shards, index);
   if (part.tensor.defined()) {
     py::gil_scoped_release release;
     c10::InferenceMode outside(false);
@@ -309,6 +337,21 @@ void add_step(Program& program, bool shows, int input, int output, const py::han
   program.instructions.push_back(std::move(made));
 }
 
+// `launches`: for each instruction, (lane, waits, keeps, marks) or None, on one device.
+void add_launches(Program& program, int position, at::Device place, const py::list& launches) {
+  program.places.resize(program.devices.size());
+  program.places[position] = place;
+  for (size_t i = 0; i < program.instructions.size(); i++) {
+    auto& made = program.instructions[i].launches;
+    made.resize(program.devices.size());
+    if (launches[i].is_none()) continue;
+    auto [lane, waits, keeps, marks] =
+        py::cast<std::tuple<int, std::vector<int>, std::vector<int>, std::vector<int>>>(
+            py::object(launches[i]));
+    made[position] = {lane, waits, keeps, marks};
+  }
+}
+
 Made new_program(const py::object& local, const std::vector<std::string>& devices, int num_slots,
                  const py::list& inputs, const py::list& outputs) {
   auto ports = [](const py::list& values) {
@@ -445,7 +488,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init(&shards_of))
       .def_static("pending", [](size_t count) { return c10::make_intrusive<Shards>(count); })
       .def("__len__", &Shards::size)
-      .def("get", [](Shards& s, size_t i) { return to_python(s.get(i)); })
+      .def("get", [](Shards& s, size_t i) { return to_python(received(s, i)); })
+      .def("is_done", &is_done)
+      .def("finish", &finish)
       .def("is_ready", [](Shards& s, const py::handle& i) { return s.ready(to_indices(i)); })
       .def("set", [](Shards& s, size_t i, const py::handle& part) { s.set(i, part_of(part)); })
       .def("copy", &copy_part)
@@ -454,7 +499,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Program, Made>(module, "Program", py::module_local())
       .def(py::init(&new_program))
       .def("add_operation", &add_operation)
-      .def("add_step", &add_step);
+      .def("add_step", &add_step)
+      .def("add_launches", &add_launches);
   bind_eager(module);
   bind_compiled(module);
   module.def("give", &give);
@@ -483,6 +529,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     set_thread_setters(std::move(setters));
   });
   module.def("now", &now);
+  module.def("trace_lanes", &trace_lanes);
+  module.def("take_lane_trace", &take_lane_trace);
   module.def("set_recording", &set_recording);
   module.def("take_spans", &spans);
   module.def("install_host_cache", &install_host_cache);

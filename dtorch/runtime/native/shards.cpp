@@ -70,7 +70,7 @@ Part Shards::get(size_t index) const {
   const Cell& c = cell(index);
   if (!c.ready.load(std::memory_order_acquire)) return {at::Tensor(), lost_in_fork};
   if (c.loan && c.loan->is_broken()) return {at::Tensor(), c.loan->broken};
-  return {c.tensor, c.failure, c.loan};
+  return {c.tensor, c.failure, c.loan, c.event};
 }
 
 void Shards::set(size_t index, Part part) {
@@ -78,6 +78,7 @@ void Shards::set(size_t index, Part part) {
   c.tensor = std::move(part.tensor);
   c.failure = std::move(part.failure);
   c.loan = std::move(part.loan);
+  c.event = std::move(part.event);
   publish(index);
 }
 

@@ -16,6 +16,8 @@
 #include <mutex>
 #include <vector>
 
+#include "lanes.h"
+
 typedef struct _object PyObject;
 
 namespace dtorch {
@@ -52,11 +54,13 @@ struct Loan {
 };
 using LoanPtr = std::shared_ptr<const Loan>;
 
-// A tensor or a failure; the tensor may be in memory of the caller.
+// A tensor or a failure; the tensor may be in memory of the caller, and may still be computed on a
+// stream, until an event.
 struct Part {
   at::Tensor tensor;
   FailurePtr failure;
   LoanPtr loan;
+  EventPtr event;
 };
 
 class Shards : public c10::intrusive_ptr_target {
@@ -91,6 +95,7 @@ class Shards : public c10::intrusive_ptr_target {
     at::Tensor tensor;
     FailurePtr failure;
     LoanPtr loan;
+    EventPtr event;
   };
   struct Waiter {
     std::vector<int> missing;

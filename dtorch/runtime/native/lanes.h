@@ -1,0 +1,47 @@
+// The lanes of a worker on a device that runs behind the host: see `streams.py`.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace dtorch {
+
+// A point of a stream.
+struct Event {
+  virtual ~Event() = default;
+  virtual bool done() const = 0;
+  virtual void synchronize() const = 0;  // waits on the host
+  // Has the calling thread's current stream wait, and keeps what it reads from then on.
+  virtual void order_caller(const at::Tensor& read) const = 0;
+};
+using EventPtr = std::shared_ptr<const Event>;
+
+struct Lanes {
+  virtual ~Lanes() = default;
+  virtual void enter(int lane) = 0;  // the thread launches there from now on
+  virtual EventPtr record(int lane) = 0;
+  virtual void wait(int lane, const Event& event) = 0;
+  virtual void keep(int lane, const at::Tensor& tensor) = 0;
+};
+
+// The lanes of a worker; recorded ones while `trace_lanes` is on.
+std::unique_ptr<Lanes> new_lanes(const std::string& worker, c10::Device device);
+
+// An event for what the calling thread has launched on the device of a tensor; none on the CPU.
+EventPtr event_of_caller(const at::Tensor& tensor);
+
+// How one instruction uses the lanes: see `Launch` in streams.py.
+struct Launch {
+  int lane = -1;  // -1 where the device takes no part
+  std::vector<int> waits, keeps, marks;
+};
+
+// For tests: lanes made from now on write down what is done with them, or no longer.
+void trace_lanes(bool trace);
+std::vector<std::string> take_lane_trace();
+
+}  // namespace dtorch
