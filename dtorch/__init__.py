@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from torch import special as special
 
 from . import debug, errors, models, nn, parallel, random
+from .axis_collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    psum,
+    psum_scatter,
+)
 from .dispatch import cache_clear, cache_info
 from .factories import (
     arange,
@@ -54,6 +66,7 @@ from .placement import P, Partial, PartitionSpec, Placement, Replicate, Shard
 from .profiling import Profile, profile
 from .program import Program
 from .runtime import TensorFuture, empty_cache, synchronize
+from .shard_map import shard_map
 from .tensor import Tensor
 from .transforms import eval_shape, explain, grad, strict, value_and_grad
 
@@ -72,7 +85,11 @@ __all__ = [
     "Shard",
     "Tensor",
     "TensorFuture",
+    "all_gather",
+    "all_to_all",
     "arange",
+    "axis_index",
+    "axis_size",
     "bartlett_window",
     "blackman_window",
     "cache_clear",
@@ -100,13 +117,20 @@ __all__ = [
     "normal",
     "ones",
     "parallel",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
     "profile",
+    "psum",
+    "psum_scatter",
     "rand",
     "randint",
     "randn",
     "random",
     "randperm",
     "scalar_tensor",
+    "shard_map",
     "strict",
     "synchronize",
     "tensor",

@@ -18,6 +18,7 @@ from .aliases import AliasGroup, Path
 from .arguments import Arguments
 from .errors import DTorchError, MutationError
 from .expert_ops import ragged_values
+from .local_ops import local_call, local_ready
 from .parts import place_parts
 from .placement import Replicate, complete
 from .program import Apply, Program, refs
@@ -268,7 +269,7 @@ def submit_program(
 def may_be_refused(program: Program) -> bool:
     """Whether an operation takes other dtypes than float32 or float64, or is for integers."""
     for instruction in program.instructions:
-        if isinstance(instruction, Apply):
+        if isinstance(instruction, Apply) and instruction.op not in (local_call, local_ready):
             operands = [r.id for r in refs((instruction.args, instruction.kwargs))]
             dtypes = {program.specs[v].dtype for v in operands or instruction.results()}
             settings = (*instruction.args, *dict(instruction.kwargs).values())

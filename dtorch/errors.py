@@ -45,5 +45,9 @@ class WorkerError(DTorchError, RuntimeError):
     """
 
 
+class CollectiveError(DTorchError, RuntimeError):
+    """Devices that run a function of `shard_map` do not all take part in the same collective."""
+
+
 class ShutdownError(DTorchError, RuntimeError):
     """The workers were stopped (at interpreter exit) before the value was computed."""

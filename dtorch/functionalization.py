@@ -81,7 +81,7 @@ def may_stay_symbolic(op: torch._ops.OpOverload, place: int | str) -> bool:
     schema = op._schema.arguments
     (argument,) = [a for i, a in enumerate(schema) if place in (i, a.name)]
     kind = argument.type
-    if isinstance(kind, torch.OptionalType):
+    while isinstance(kind, (torch.OptionalType, torch.ListType)):
         kind = kind.getElementType()
     if not isinstance(kind, (torch.NumberType, torch.TensorType)):
         return False

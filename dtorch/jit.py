@@ -30,6 +30,7 @@ from .errors import TraceError
 from .infer import settings
 from .lowering import lower
 from .memo import MISSED
+from .mesh import DeviceMesh
 from .placement import complete
 from .program import Program
 from .recording import compile_call, compiled_from, ending, returned, symbolic_leaves
@@ -109,7 +110,7 @@ def _traced_of(
 
 
 class JitFunction(Generic[_P, _R]):
-    """A function that runs as one program; made by `jit`."""
+    """A function that runs as one program; made by `jit` and `shard_map`."""
 
     def __init__(
         self,
@@ -119,6 +120,7 @@ class JitFunction(Generic[_P, _R]):
         donate_argnums: int | Sequence[int],
         maxsize: int,
         compile: bool,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         if not callable(function):
             raise TypeError(f"jit needs a function, not {type(function).__name__} {function!r}.")
@@ -127,6 +129,7 @@ class JitFunction(Generic[_P, _R]):
         self._static_argnums = _checked_numbers(function, "static_argnums", static_argnums)
         self._static_argnames = _checked_names(function, static_argnames)
         self._donated = _checked_numbers(function, "donate_argnums", donate_argnums)
+        self._mesh = mesh  # where plain tensors go, if that does not follow from the others
         options = (self._static_argnums, self._static_argnames, self._donated, maxsize)
         self._traced = _traced_of(function, options, maxsize, compile)
         # Of a static argument, a `CallCache` would take a float to be a run-time value.
@@ -207,7 +210,7 @@ class JitFunction(Generic[_P, _R]):
         tree = self._with_static(args, kwargs)
         leaves, treespec = flatten(tree)
         _check_leaves(tree, leaves)
-        return leaves, treespec, Arguments(leaves, (float,), None)
+        return leaves, treespec, Arguments(leaves, (float,), self._mesh)
 
     def _with_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._static_argnums and not self._static_argnames:

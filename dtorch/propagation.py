@@ -38,7 +38,7 @@ def propagate(
         wanted: Placements that the first result shall have where a strategy can give them.
     """
     sizes = sizes_by_name(sharding, call)
-    pieces = dict.fromkeys(sizes, 1)
+    pieces: dict[str, int] = {}
     strategies = list(sharding.strategies())
     chosen: list[Strategy] = []
     for axis, count in enumerate(mesh.shape):
@@ -46,7 +46,7 @@ def propagate(
             s
             for s in strategies
             if sharding.allows(s.name, axis)
-            and (s.name is None or sharding.may_split(s.name, sizes, pieces[s.name] * count))
+            and (s.name is None or sharding.may_split(s.name, sizes, pieces.get(s.name, 1) * count))
         ]
         if wanted is not None:
             preferred = [s for s in legal if s.outputs[0] == wanted[axis]]
@@ -54,7 +54,7 @@ def propagate(
         best = min(legal, key=lambda s: _price(s, call.tensors, axis, count))
         chosen.append(best)
         if best.name is not None:
-            pieces[best.name] *= count
+            pieces[best.name] = pieces.get(best.name, 1) * count
     return Choice(
         tuple(tuple(s.inputs[i] for s in chosen) for i in range(len(call.tensors))),
         tuple(tuple(s.outputs[i] for s in chosen) for i in range(len(call.results))),

@@ -46,7 +46,14 @@ from .stages import moved, on_latest_stage
 from .strictness import is_strict
 from .symbolic import Storage, SymbolicTensor, ViewStep
 from .tensor import Tensor, wrapper
-from .tracing_modes import DispatchMode, FunctionMode, compiling, refusing_seeds, replaying_views
+from .tracing_modes import (
+    DispatchMode,
+    FunctionMode,
+    compiling,
+    left,
+    refusing_seeds,
+    replaying_views,
+)
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -69,6 +76,15 @@ _current = _Current()
 def current() -> Tracer | None:
     """Returns the trace that is active on this thread, or None."""
     return _current.tracer
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Leaves the trace that is active on this thread: torch is as on any other thread."""
+    with left(), contextlib.ExitStack() as stack:
+        outer, _current.tracer = _current.tracer, None
+        stack.callback(setattr, _current, "tracer", outer)
+        yield
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.overrides import _pop_mode_temporarily as without_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _pop_mode_temporarily as without_dispatch_mode
 
 from . import gradients
 from .errors import TraceError
@@ -99,6 +101,30 @@ def asks_for_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if func in _REQUIRES_GRAD_FUNCTIONS:
         return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     return func in _GRADIENT_FUNCTIONS
+
+
+_BELOW_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
+
+
+@contextlib.contextmanager
+def left() -> Iterator[None]:
+    """Leaves every mode for a while, and whatever else a trace sets for its thread."""
+    compiling = torch.compiler._is_compiling_flag
+    with contextlib.ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(without_function_mode())
+        for _ in range(torch._C._len_torch_dispatch_stack()):
+            stack.enter_context(without_dispatch_mode())
+        stack.enter_context(torch._C._PreserveDispatchKeyGuard())
+        for name in _BELOW_AUTOGRAD:
+            key = getattr(torch._C.DispatchKey, name)
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        stack.enter_context(torch._C._DisableAutocast())
+        torch.compiler._is_compiling_flag = False
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = compiling
 
 
 @contextlib.contextmanager

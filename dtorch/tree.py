@@ -38,6 +38,15 @@ def map_leaves(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return optree.tree_map(function, tree, *rest, is_leaf=_is_leaf, namespace=NAMESPACE)
 
 
+def spread(prefix: Any, tree: Any) -> list[Any]:
+    """Returns, for each leaf of a tree, the leaf of a prefix of the tree that stands for it.
+
+    Raises:
+        ValueError: It is no prefix.
+    """
+    return optree.broadcast_prefix(prefix, tree, is_leaf=_is_leaf, namespace=NAMESPACE)
+
+
 def leaf_names(tree: Any) -> tuple[list[str], list[Any], Any]:
     """Returns the paths of the leaves (parts joined with dots), the leaves, and the structure."""
     flatten(tree)  # registers containers on the way

@@ -23,7 +23,7 @@ import torch
 from ..errors import DTorchError, ShutdownError
 from ..mesh import Device
 from ..source import user_site
-from . import executor, timeline
+from . import executor, local_calls, timeline
 from .executor import Call, DeviceState, Executable
 from .shards import Failure, Shards
 from .timeline import Doing
@@ -153,6 +153,14 @@ class _Pool:
             worker.join()
 
 
+def on_worker(what: str) -> DTorchError:
+    """Returns the error of a worker that would have to wait for itself."""
+    return DTorchError(
+        f"{what} from a dtorch worker thread would wait for itself.\n"
+        "  Fix: give a function that shard_map runs what it needs as arguments, with a P for each."
+    )
+
+
 class _OnWorker(threading.local):
     active = False
 
@@ -164,7 +172,7 @@ _pool = _Pool()
 def check_not_on_worker(what: str) -> None:
     """Raises if the calling thread is a worker, which must never wait for itself."""
     if _on_worker.active:
-        raise DTorchError(f"{what} from a dtorch worker thread would wait for itself.")
+        raise on_worker(what)
 
 
 def submit(
@@ -263,6 +271,7 @@ def empty_cache() -> None:
 
 def stop() -> None:
     """Ends the workers; what was still queued becomes a `ShutdownError` for whoever waits."""
+    local_calls.stopping.set()
     _pool.stop()
 
 

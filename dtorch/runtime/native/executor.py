@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from ...errors import DTorchError, ShutdownError
+from ...errors import ShutdownError
 from ...lowering import LocalCall, LocalProgram, LocalShow, LocalStep, PerDevice, slots_read
 from ...mesh import Device, DeviceMesh
 from ...program import Ref, ScalarRef, SourceLine
 from ...source import is_library
-from .. import collectives, streams, timeline
+from .. import collectives, local_calls, streams, timeline
 from ..executor import failure_of, stopped_failure
 from ..shards import Borrowed, Failure, written_to
 from ..timeline import Phase, Recorder, Span
-from ..worker import start_client_team, thread_setters
+from ..worker import on_worker, start_client_team, thread_setters
 from .build import load
 
 NATIVE: Any = load()
@@ -170,7 +170,7 @@ def _add_step(
 def check_not_on_worker(what: str) -> None:
     """Raises if the calling thread is a worker, which must never wait for itself."""
     if NATIVE.on_worker():
-        raise DTorchError(f"{what} from a dtorch worker thread would wait for itself.")
+        raise on_worker(what)
 
 
 def submit(executable: Executable, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
@@ -270,6 +270,7 @@ def _start() -> None:
 
 def stop() -> None:
     """Ends the workers; what was still queued becomes a `ShutdownError` for whoever waits."""
+    local_calls.stopping.set()
     NATIVE.stop(stopped_failure())
     waker = _once.waker
     if waker is not None and waker is not threading.current_thread():
