@@ -85,8 +85,8 @@ def shard_map(
         TypeError: `fn` cannot be called, or a spec is no `P`.
         PlacementError: A spec names an axis that the mesh lacks. At the call: specs do not fit the
             arguments or the result, or the local results are no shards of one tensor.
-        TraceError: At the call: `fn` cannot run on meta tensors, uses a distributed tensor that is
-            no argument, or returns something else than tensors.
+        TraceError: At the call: `fn` uses a distributed tensor that is no argument, or returns
+            something else than tensors. What `fn` raises on meta tensors is raised as it is.
         MutationError: At the call: `fn` writes to an argument.
         CollectiveError: At the call, or at the fetch: devices do not call the same collectives.
         DTorchError: At the fetch: a local result is not what the trial, or `out_shapes`, has said.
@@ -168,7 +168,8 @@ class _Mapped:
             shapes, body.result = _described(self._out_shapes)
             layouts = self._out.placements(self._out_shapes, [len(s.shape) for s in shapes])
             specs = zip(shapes, layouts, strict=True)
-            return tuple(Spec.of(s.shape, s.dtype, self._mesh, p) for s, p in specs), True
+            outputs = tuple(Spec.of(s.shape, s.dtype, self._mesh, p) for s, p in specs)
+            return outputs, len(self._mesh.devices) > 1
         trials = _tried(body, self._mesh, inputs, scalars)
         first = trials[0].results
         tree = unflatten(body.result, first)
@@ -177,7 +178,7 @@ class _Mapped:
             _whole(body.name, number, [t.results[number] for t in trials], self._mesh, layout)
             for number, layout in enumerate(layouts)
         )
-        return outputs, any(t.place.called for t in trials)
+        return outputs, any(len(c.group) > 1 for t in trials for c in t.place.called)
 
 
 def _ndim(leaf: Any) -> int:
@@ -313,7 +314,8 @@ class _Body:
         for number, scalar in zip(self._scalars, scalars, strict=True):
             leaves[number] = scalar
         results, treespec = flatten(self._fn(*unflatten(self._treespec, leaves)))
-        self.result = self.result or treespec
+        if self.result is None:
+            self.result = treespec
         if treespec != self.result:
             raise DTorchError(
                 f"{self.name} returned {treespec}, where its run on meta tensors, or out_shapes, "
@@ -402,15 +404,12 @@ def _trial(
         except DTorchError:
             raise
         except Exception as error:
-            if "meta" in str(error).lower():
-                raise TraceError(
-                    f"{function.name} cannot be run on meta tensors, from which the shapes of its "
-                    f"results are learned: {type(error).__name__}: {error}\n"
-                    "  Fix: pass out_shapes, or give its kernel a fake one "
-                    "(torch.library.register_fake)."
-                ) from error
             shown = ", ".join(f"{dtype_name(o.dtype)}{list(o.shape)}" for o in operands)
-            error.add_note(f"in {function.name}, on the local tensors {shown}")
+            error.add_note(
+                f"raised by {function.name}, which was run on meta tensors, {shown}, to learn what "
+                "it returns.\n  Fix: for a kernel that cannot run on meta tensors, pass out_shapes, "
+                "or give it another for them (torch.library.register_fake)."
+            )
             raise
 
 
