@@ -360,10 +360,13 @@ class _Collective:
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, collective: _Collective, place: Place, x: Tensor) -> Tensor:
-        ctx.collective, ctx.place = collective, place
+    def forward(collective: _Collective, place: Place, x: Tensor) -> Tensor:
         parts = place.exchange(collective.axes, collective.text(place, x), x)
         return collective.joined(parts, place.index(collective.axes))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.collective, ctx.place, _ = inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

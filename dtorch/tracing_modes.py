@@ -103,9 +103,6 @@ def asks_for_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return func in _GRADIENT_FUNCTIONS
 
 
-_BELOW_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
-
-
 @contextlib.contextmanager
 def left() -> Iterator[None]:
     """Leaves every mode for a while, and whatever else a trace sets for its thread."""
@@ -115,10 +112,7 @@ def left() -> Iterator[None]:
             stack.enter_context(without_function_mode())
         for _ in range(torch._C._len_torch_dispatch_stack()):
             stack.enter_context(without_dispatch_mode())
-        stack.enter_context(torch._C._PreserveDispatchKeyGuard())
-        for name in _BELOW_AUTOGRAD:
-            key = getattr(torch._C.DispatchKey, name)
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        stack.enter_context(torch.inference_mode(False))  # autograd is at hand, too
         stack.enter_context(torch._C._DisableAutocast())
         torch.compiler._is_compiling_flag = False
         try:

@@ -14,6 +14,7 @@ once the group has taken it. Waiting releases the interpreter lock, and ends wit
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -166,6 +167,7 @@ class Place:
         self.called: list[Exchange] = []
         self._mesh = mesh
         self._position = position
+        self._coordinate = mesh.coordinates()[position]
         self._run = run
         self._is_trial = is_trial
 
@@ -194,12 +196,12 @@ class Place:
 
     def index(self, axes: Sequence[int]) -> int:
         """Returns the device's index along axes, the first of which is major."""
-        coordinate, index = self._mesh.coordinates()[self._position], 0
+        index = 0
         for axis in axes:
-            index = index * self._mesh.shape[axis] + coordinate[axis]
+            index = index * self._mesh.shape[axis] + self._coordinate[axis]
         return index
 
-    def exchange(self, axes: Sequence[int], text: str, part: Tensor) -> list[Tensor]:
+    def exchange(self, axes: tuple[int, ...], text: str, part: Tensor) -> list[Tensor]:
         """Returns what the devices along axes show, in the order of their index.
 
         Args:
@@ -210,7 +212,7 @@ class Place:
         Raises:
             CollectiveError: Not all of them call the same.
         """
-        called = Exchange(text, tuple(axes), group_along(self._mesh, self._position, axes))
+        called = Exchange(text, axes, group_along(self._mesh, self._position, axes))
         part = part.detach().clone()
         if self._is_trial:
             self.called.append(called)
@@ -225,7 +227,8 @@ class Place:
         return self._run.exchange(self._position, called, part)
 
 
-def group_along(mesh: DeviceMesh, position: int, axes: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)
+def group_along(mesh: DeviceMesh, position: int, axes: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the devices that differ from one along axes alone, in the order of their index."""
     coordinates = mesh.coordinates()
     own = coordinates[position]
