@@ -97,7 +97,7 @@ def shard_map(
         >>> import torch, dtorch
         >>> from dtorch import P
         >>> mesh = dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
-        >>> total = dtorch.shard_map(lambda a: dtorch.psum(a.sum(), "x"), mesh, P("x"), P())
+        >>> total = shard_map(lambda a: dtorch.psum(a.sum(), "x"), mesh, P("x"), P())
         >>> total(torch.arange(5.0)).to_torch()
         tensor(10.)
     """
@@ -407,8 +407,8 @@ def _trial(
             shown = ", ".join(f"{dtype_name(o.dtype)}{list(o.shape)}" for o in operands)
             error.add_note(
                 f"raised by {function.name}, which was run on meta tensors, {shown}, to learn what "
-                "it returns.\n  Fix: for a kernel that cannot run on meta tensors, pass out_shapes, "
-                "or give it another for them (torch.library.register_fake)."
+                "it returns.\n  Fix: for a kernel that cannot run on meta tensors, pass "
+                "out_shapes, or give it another for them (torch.library.register_fake)."
             )
             raise
 

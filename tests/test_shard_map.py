@@ -651,13 +651,14 @@ def _raises(kind: type[Exception], match: str, call: Callable[[], Any]) -> None:
 
 
 def test_wrong_arguments_of_shard_map() -> None:
-    _raises(TypeError, "not int 3", lambda: dtorch.shard_map(3, PAIR, P(), P()))  # pyright: ignore
-    _raises(TypeError, "not str", lambda: dtorch.shard_map(_sum, "x", P(), P()))  # pyright: ignore
+    wrong: Any = 3
+    _raises(TypeError, "not int 3", lambda: dtorch.shard_map(wrong, PAIR, P(), P()))
+    _raises(TypeError, "a mesh, not int 3", lambda: dtorch.shard_map(_sum, wrong, P(), P()))
     _raises(TypeError, "in_specs has str 'x'", lambda: dtorch.shard_map(_sum, PAIR, "x", P()))
     _raises(PlacementError, "out_specs has P.'z'.*'z'",
             lambda: dtorch.shard_map(_sum, PAIR, P("x"), P("z")))  # fmt: skip
-    _raises(TypeError, "out_shapes has int 3",
-            lambda: dtorch.shard_map(_sum, PAIR, P(), P(), out_shapes=3)(torch.ones(2)))  # fmt: skip
+    told = dtorch.shard_map(_sum, PAIR, P(), P(), out_shapes=wrong)
+    _raises(TypeError, "out_shapes has int 3", lambda: told(torch.ones(2)))
 
 
 def test_specs_that_do_not_fit() -> None:
@@ -686,7 +687,7 @@ def test_distributed_tensors_are_arguments() -> None:
         _raises(TraceError, r"distributed tensor of shape \[2\] that is none of its arguments",
                 lambda function=function: _mapped(function)(a))  # fmt: skip
         _raises(TraceError, r"distributed tensor of shape \[2\] that is none of its arguments",
-                lambda function=function: dtorch.jit(lambda a: _mapped(function)(a))(a))  # fmt: skip
+                lambda function=function: dtorch.jit(_mapped(function))(a))  # fmt: skip
     traced = dtorch.jit(lambda a, w: _mapped(lambda a: a * w)(a))
     _raises(TraceError, "none of its arguments", lambda: traced(a, w))
     like = torch.empty(4, device="meta")
@@ -718,7 +719,8 @@ def test_collectives_outside() -> None:
     [
         (MeshError, "no axis 'z'", lambda a: dtorch.psum(a, "z")),
         (ValueError, "names an axis twice", lambda a: dtorch.psum(a, ("x", "x"))),
-        (ValueError, "1 is a destination twice", lambda a: dtorch.ppermute(a, "x", [(0, 1), (1, 1)])),
+        (ValueError, "1 is a destination twice",
+         lambda a: dtorch.ppermute(a, "x", [(0, 1), (1, 1)])),
         (ValueError, "0 is a source twice", lambda a: dtorch.ppermute(a, "x", [(0, 1), (0, 0)])),
         (ValueError, "5 is no index", lambda a: dtorch.ppermute(a, "x", [(0, 5)])),
         (ValueError, "its size is 3", lambda a: dtorch.all_to_all(a, "x", 0, 1, tiled=True)),
