@@ -15,27 +15,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy
 import torch
-from torch.overrides import TorchFunctionMode
 
-from .errors import DTorchError, PlacementError, TraceError
+from .errors import DTorchError, PlacementError
 from .jit import JitFunction
 from .local_ops import LocalFunction, local_call, local_ready, numbered
-from .lowering import memory_order
 from .mesh import DeviceMesh
 from .placement import Partial, PartitionSpec, Placement, Placements, Replicate, complete
-from .runtime.local_calls import Place, differing, group_along, here, run
+from .runtime.local_calls import here
 from .scalars import concrete, node_of
 from .spec import Spec, dtype_name
 from .strictness import is_strict
 from .symbolic import SymbolicTensor
-from .tensor import Tensor
-from .tracer import Tracer, current, outside
+from .tracer import Tracer, current
 from .tree import argument_path, flatten, map_leaves, spread, unflatten
+from .trials import Body, tried, whole
 
 
 def shard_map(
@@ -147,7 +145,7 @@ class _Mapped:
         leaves, treespec = flatten(args)
         leaves = [torch.from_numpy(a) if isinstance(a, numpy.ndarray) else a for a in leaves]
         placements = self._in.placements(args, [_ndim(leaf) for leaf in leaves])
-        body = _Body(self.__name__, self._fn, treespec, leaves)
+        body = Body(self.__name__, self._fn, treespec, leaves)
         tensors, layouts = body.tensors_of(leaves), body.tensors_of(placements)
         scalars = [leaf for leaf in leaves if node_of(leaf) is not None]
         if not tensors:  # what stands for the mesh where nothing else does
@@ -161,7 +159,7 @@ class _Mapped:
         return unflatten(body.result, list(_called(tracer, function, tensors, scalars)))
 
     def _learned(
-        self, body: _Body, inputs: Sequence[Spec], scalars: list[float]
+        self, body: Body, inputs: Sequence[Spec], scalars: list[float]
     ) -> tuple[tuple[Spec, ...], bool]:
         """The specs of the results, and whether devices wait for each other."""
         if self._out_shapes is not None:
@@ -170,12 +168,12 @@ class _Mapped:
             specs = zip(shapes, layouts, strict=True)
             outputs = tuple(Spec.of(s.shape, s.dtype, self._mesh, p) for s, p in specs)
             return outputs, len(self._mesh.devices) > 1
-        trials = _tried(body, self._mesh, inputs, scalars)
+        trials = tried(body, self._mesh, inputs, scalars)
         first = trials[0].results
         tree = unflatten(body.result, first)
         layouts = self._out.placements(tree, [r.ndim for r in first])
         outputs = tuple(
-            _whole(body.name, number, [t.results[number] for t in trials], self._mesh, layout)
+            whole(body.name, number, [t.results[number] for t in trials], self._mesh, layout)
             for number, layout in enumerate(layouts)
         )
         return outputs, any(len(c.group) > 1 for t in trials for c in t.place.called)
@@ -187,7 +185,7 @@ def _ndim(leaf: Any) -> int:
 
 def _described(out_shapes: Any) -> tuple[list[Any], Any]:
     """The leaves of `out_shapes`, and its structure."""
-    shapes, treespec = flatten(map_leaves(lambda leaf: leaf, out_shapes))
+    shapes, treespec = flatten(out_shapes)
     for shape in shapes:
         if not (hasattr(shape, "shape") and isinstance(getattr(shape, "dtype", None), torch.dtype)):
             raise TypeError(
@@ -269,199 +267,6 @@ def _brief(leaf: Any) -> Any:
 class _Text(str):
     def __repr__(self) -> str:
         return str(self)
-
-
-# -- one device's part -------------------------------------------------------------------------
-
-
-class _Body:
-    """A function of trees as one of the tensors and run-time scalars in them.
-
-    Args:
-        name: What messages call it.
-        fn: The function.
-        treespec: The structure of its arguments.
-        leaves: Their leaves, of which it keeps neither tensors nor run-time scalars.
-
-    Attributes:
-        name: What messages call it.
-        result: The structure of the result, once it is known.
-    """
-
-    def __init__(
-        self, name: str, fn: Callable[..., Any], treespec: Any, leaves: Sequence[Any]
-    ) -> None:
-        self.name = name
-        self.result: Any = None
-        self._fn = fn
-        self._treespec = treespec
-        self._tensors = [n for n, a in enumerate(leaves) if isinstance(a, torch.Tensor)]
-        self._scalars = [n for n, a in enumerate(leaves) if node_of(a) is not None]
-        given = {*self._tensors, *self._scalars}
-        self._leaves = [None if n in given else a for n, a in enumerate(leaves)]
-
-    def tensors_of(self, leaves: Sequence[Any]) -> list[Any]:
-        """Returns, of what there is for every leaf, what there is for tensors."""
-        return [leaves[n] for n in self._tensors]
-
-    def __call__(
-        self, tensors: Sequence[torch.Tensor], scalars: Sequence[float]
-    ) -> list[torch.Tensor]:
-        """Returns the leaves of the result."""
-        leaves = list(self._leaves)
-        for number, tensor in zip(self._tensors, tensors, strict=False):
-            leaves[number] = tensor
-        for number, scalar in zip(self._scalars, scalars, strict=True):
-            leaves[number] = scalar
-        results, treespec = flatten(self._fn(*unflatten(self._treespec, leaves)))
-        if self.result is None:
-            self.result = treespec
-        if treespec != self.result:
-            raise DTorchError(
-                f"{self.name} returned {treespec}, where its run on meta tensors, or out_shapes, "
-                f"said {self.result}.\n  Fix: return the same structure whatever the values are."
-            )
-        for number, result in enumerate(results):
-            self._check(result, number)
-        return results
-
-    def _check(self, result: Any, number: int) -> None:
-        if isinstance(result, Tensor):
-            raise TraceError(_captured(self.name, result))
-        if not isinstance(result, torch.Tensor):
-            raise TraceError(
-                f"{self.name} returned {type(result).__name__} {result!r} as result {number}, "
-                "which is no tensor.\n  Fix: return torch.tensor(...) of it."
-            )
-
-
-def _captured(name: str, tensor: torch.Tensor) -> str:
-    return (
-        f"{name} uses a distributed tensor of shape {list(tensor.shape)} that is none of its "
-        "arguments: its function works on what one device holds.\n"
-        "  Fix: pass it as an argument, with a P for it in in_specs."
-    )
-
-
-class _OnMeta(TorchFunctionMode):
-    """Lets plain tensors that a function captures meet meta tensors; refuses distributed ones."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        leaves, treespec = flatten((args, kwargs or {}))
-        tensors = [a for a in leaves if isinstance(a, torch.Tensor)]
-        for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                raise TraceError(_captured(self._name, tensor))
-        devices = {t.is_meta for t in tensors}
-        if len(devices) > 1:
-            leaves = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in leaves]
-            args, kwargs = unflatten(treespec, leaves)
-        return func(*args, **kwargs or {})
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Trial:
-    """What a function gave on the meta tensors of a device, and what it called there."""
-
-    results: list[torch.Tensor]
-    place: Place
-
-
-def _tried(
-    body: _Body, mesh: DeviceMesh, inputs: Sequence[Spec], scalars: list[float]
-) -> list[_Trial]:
-    """The trial of each device; those with equal local shapes share one."""
-    trials: dict[Any, _Trial] = {}
-    found: list[_Trial] = []
-    function = LocalFunction(body.name, body, mesh, tuple(inputs), (), False)
-    for position in range(len(mesh.devices)):
-        shapes = tuple(spec.local_shapes[position] for spec in inputs)
-        if shapes not in trials:
-            place = Place(body.name, mesh, position, is_trial=True)
-            trials[shapes] = _Trial(_trial(function, shapes, scalars, place), place)
-        found.append(trials[shapes])
-    _check_collectives(body.name, mesh, found)
-    return found
-
-
-def _trial(
-    function: LocalFunction, shapes: Sequence[Any], scalars: list[float], place: Place
-) -> list[torch.Tensor]:
-    with outside(), _OnMeta(function.name):
-        dtypes = [spec.dtype for spec in function.inputs]
-        operands = [
-            torch.empty(shape, dtype=dtype, device="meta")
-            for shape, dtype in zip(shapes, dtypes, strict=True)
-        ]
-        try:
-            return run(function, operands, scalars, place)
-        except DTorchError:
-            raise
-        except Exception as error:
-            shown = ", ".join(f"{dtype_name(o.dtype)}{list(o.shape)}" for o in operands)
-            error.add_note(
-                f"raised by {function.name}, which was run on meta tensors, {shown}, to learn what "
-                "it returns.\n  Fix: for a kernel that cannot run on meta tensors, pass "
-                "out_shapes, or give it another for them (torch.library.register_fake)."
-            )
-            raise
-
-
-def _check_collectives(name: str, mesh: DeviceMesh, trials: Sequence[_Trial]) -> None:
-    """Raises where devices that meet would not call the same, as their local shapes say."""
-    for position, trial in enumerate(trials):
-        for number, called in enumerate(trial.place.called):
-            texts = {}
-            for p in group_along(mesh, position, called.axes):
-                theirs = trials[p].place.called
-                texts[p] = theirs[number].text if number < len(theirs) else "ended before"
-            if len(set(texts.values())) > 1:
-                raise differing(name, mesh, number, texts)
-
-
-def _whole(
-    name: str,
-    number: int,
-    parts: Sequence[torch.Tensor],
-    mesh: DeviceMesh,
-    placements: Placements,
-) -> Spec:
-    """The spec of a result, of which each device gives a part."""
-    first = parts[0]
-    shape = [
-        sum(parts[p].shape[d] if d < parts[p].ndim else 0 for p in _along(mesh, placements, d))
-        for d in range(first.ndim)
-    ]
-    like = Spec.of(first.shape, first.dtype, mesh, (Replicate(),) * mesh.ndim, first.stride())
-    order, stride, step = memory_order(like), [0] * len(shape), 1
-    for d in reversed(order):
-        stride[d], step = step, step * max(shape[d], 1)
-    spec = Spec.of(shape, first.dtype, mesh, placements, stride)
-    for position, (part, wanted) in enumerate(zip(parts, spec.local_shapes, strict=True)):
-        if tuple(part.shape) != wanted or part.dtype != first.dtype:
-            shown = [f"{dtype_name(t.dtype)}{list(t.shape)}" for t in (first, part)]
-            raise PlacementError(
-                f"{name}: the local results of number {number} are no shards of one tensor.\n"
-                f"  {mesh.devices[0]}  {shown[0]}\n"
-                f"  {mesh.devices[position]}  {shown[1]}\n"
-                f"  as {spec!r}, {mesh.devices[position]} would have {list(wanted)}.\n"
-                "  Fix: another P in out_specs, or pieces as torch.chunk cuts them (5 over 4: "
-                "2, 2, 1, 0)."
-            )
-    return spec
-
-
-def _along(mesh: DeviceMesh, placements: Placements, dim: int) -> Iterator[int]:
-    """The devices whose parts, one after another, make up a dim."""
-    for position, coordinate in enumerate(mesh.coordinates()):
-        if all(i == 0 or p.is_shard(dim) for i, p in zip(coordinate, placements, strict=True)):
-            yield position
 
 
 # -- recording ---------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("recording", "calls", "memo", "storages"),
     ("dispatch",),
     ("factories",),
-    ("jit", "transforms", "axis_collectives", "shard_map"),
+    ("jit", "transforms", "axis_collectives", "trials", "shard_map"),
     ("random", "debug", "profiling", "nn", "parallel"),
     ("models",),
     ("distributed_spec", "build"),

@@ -440,6 +440,24 @@ def test_backward_uneven_several_results_and_integers() -> None:
     torch.testing.assert_close(plain.grad, w.grad)
 
 
+def test_backward_of_results_that_are_arguments_or_each_other() -> None:
+    def same(a: torch.Tensor, b: torch.Tensor) -> Any:
+        c = a * b
+        return a, c, c, b.detach()
+
+    f = dtorch.shard_map(same, PAIR, P("x"), P("x"))
+
+    def loss(a: Any, b: Any) -> Any:
+        first, second, third, fourth = f(a, b)
+        return (first + 2 * second * third + fourth).sum()
+
+    a, b = (dtorch.Tensor(values((3,), seed=i), device_mesh=PAIR) for i in range(2))
+    to_a, to_b = dtorch.grad(loss, (0, 1))(a, b)
+    x, y = a.to_torch(), b.to_torch()
+    check(to_a, 1 + 4 * x * y * y)
+    check(to_b, 4 * x * x * y)
+
+
 def test_second_derivative_in_jit() -> None:
     f = dtorch.shard_map(lambda a: dtorch.psum((a**3).sum(), "x"), LINE, P("x"), P())
     a = torch.randn(5, dtype=torch.float64)
@@ -696,9 +714,22 @@ def test_distributed_tensors_are_arguments() -> None:
         late(a).to_torch()
 
 
+def test_captured_tensors_do_not_lose_their_gradient() -> None:
+    w = torch.ones(2, requires_grad=True)
+    a = torch.ones(4)
+    _raises(TraceError, r"shape \[2\] that requires grad", lambda: _mapped(lambda a: a * w)(a))
+    with torch.no_grad():
+        check(_mapped(lambda a: a * w)(a), a)
+
+
 def test_arguments_are_not_written_to() -> None:
     def write(a: torch.Tensor) -> torch.Tensor:
         return a.mul_(2)
+
+    like = torch.empty(4, device="meta")
+    late = dtorch.shard_map(write, PAIR, P("x"), P("x"), out_shapes=like)(torch.ones(4))
+    with pytest.raises(MutationError, match=r"(?s)writes to its argument.*Fix: "):
+        late.to_torch()
 
     _raises(MutationError, r"shard_map\(write\) writes to its argument of number 0, float32\[2\]",
             lambda: _mapped(write)(torch.ones(4)))  # fmt: skip
