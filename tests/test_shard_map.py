@@ -299,7 +299,6 @@ def kernel() -> Iterator[Callable[..., Any]]:
     dtorch.synchronize()
 
 
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_custom_kernel(kernel: Any) -> None:
     a = torch.arange(5.0)
     like = torch.empty(5, device="meta")
@@ -490,7 +489,8 @@ def test_it_is_one_instruction_of_a_program() -> None:
     assert len(calls) == 1 and not program.fallbacks()
     assert "dtorch.local_call.default([%1], shard_map(double))" in str(program)
     assert [step(a).item() for _ in range(3)] == [16, 16, 16]
-    assert step.cache_info().misses == 1 and "f(a + 1)" not in str(program)
+    assert step.cache_info().misses == 1
+    assert step._traced.calls.hits == 2  # the fast path of jitted calls
 
 
 def test_strict_refuses_implicit_communication() -> None:

@@ -153,7 +153,7 @@ class _Pool:
             worker.join()
 
 
-def on_worker(what: str) -> DTorchError:
+def would_wait_for_itself(what: str) -> DTorchError:
     """Returns the error of a worker that would have to wait for itself."""
     return DTorchError(
         f"{what} from a dtorch worker thread would wait for itself.\n"
@@ -172,7 +172,7 @@ _pool = _Pool()
 def check_not_on_worker(what: str) -> None:
     """Raises if the calling thread is a worker, which must never wait for itself."""
     if _on_worker.active:
-        raise on_worker(what)
+        raise would_wait_for_itself(what)
 
 
 def submit(

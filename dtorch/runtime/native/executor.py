@@ -27,7 +27,7 @@ from .. import collectives, local_calls, streams, timeline
 from ..executor import failure_of, stopped_failure
 from ..shards import Borrowed, Failure, written_to
 from ..timeline import Phase, Recorder, Span
-from ..worker import on_worker, start_client_team, thread_setters
+from ..worker import start_client_team, thread_setters, would_wait_for_itself
 from .build import load
 
 NATIVE: Any = load()
@@ -170,7 +170,7 @@ def _add_step(
 def check_not_on_worker(what: str) -> None:
     """Raises if the calling thread is a worker, which must never wait for itself."""
     if NATIVE.on_worker():
-        raise on_worker(what)
+        raise would_wait_for_itself(what)
 
 
 def submit(executable: Executable, inputs: Sequence[Any], scalars: Sequence[Any]) -> list[Any]:
