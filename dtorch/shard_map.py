@@ -223,7 +223,13 @@ class _Specs:
                     f"{name}: {argument} has {spec!r}, whose axis {unknown[0]!r} {mesh!r} lacks.\n"
                     f"  Fix: name its axes {names}, or give the mesh mesh_dim_names."
                 )
-            spec.to_placements(mesh)
+            try:
+                spec.to_placements(mesh)
+            except PlacementError as error:
+                raise PlacementError(
+                    f"{name}: {argument}: {error}\n"
+                    f"  Fix: name each axis once, those of one dim in the order of {names}."
+                ) from error
 
     def placements(self, tree: Any, ndims: Sequence[int]) -> list[Placements]:
         """Returns the placements of each leaf of a tree.

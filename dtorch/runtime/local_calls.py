@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import CollectiveError, DTorchError, MutationError, ShutdownError
+from ..errors import CollectiveError, DTorchError, MeshError, MutationError, ShutdownError
 from ..local_ops import LocalFunction, function_of
 from ..mesh import DeviceMesh
 from ..spec import dtype_name
@@ -178,13 +178,20 @@ class Place:
             MeshError: The mesh lacks one.
             ValueError: An axis is named twice.
         """
-        names = (names,) if isinstance(names, str) else tuple(names)
-        if len(set(names)) < len(names):
+        given = (names,) if isinstance(names, str) or not isinstance(names, Sequence) else names
+        known = self._mesh.mesh_dim_names or ()
+        for name in given:
+            if name not in known:
+                raise MeshError(
+                    f"axis_name={name!r} in {self.function}: {self._mesh!r} has no such axis.\n"
+                    f"  Fix: name one of {known}."
+                )
+        if len(set(given)) < len(given):
             raise ValueError(
                 f"axis_name={names!r} in {self.function} names an axis twice.\n"
                 "  Fix: name each axis once."
             )
-        return tuple(map(self._mesh.axis, names))
+        return tuple(known.index(name) for name in given)
 
     def names(self, axes: Sequence[int]) -> str:
         """Returns how messages call axes."""
