@@ -148,9 +148,9 @@ def test_images_are_the_same_one_by_one_and_at_once(pipe: Any, talk: Any) -> Non
 
 
 def test_a_size_is_traced_once(pipe: Any, talk: Any) -> None:
-    program = pipe.transformer._programs["__call__"]
-
     async def conversation(client: Any) -> None:
+        await png(client)
+        program = pipe.transformer._programs["__call__"]
         before = program.cache_info().misses
         await png(client, height=96, width=48, steps=3)
         assert program.cache_info().misses == before + 1

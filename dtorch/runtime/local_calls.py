@@ -21,7 +21,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from ..errors import CollectiveError, DTorchError, MeshError, MutationError, Shu
 from ..local_ops import LocalFunction, function_of
 from ..mesh import DeviceMesh
 from ..spec import dtype_name
+from .shards import Launched, handed_over, order_caller
 
 stopping = threading.Event()
 """Set when the workers are stopped; ends every wait."""
@@ -51,7 +52,7 @@ class Run:
         self._mesh = mesh
         self._changed = threading.Condition()
         self._called: list[list[str]] = [[] for _ in mesh.devices]
-        self._shown: dict[tuple[int, int], Tensor] = {}  # by number and device
+        self._shown: dict[tuple[int, int], Any] = {}  # by number and device
         self._taken: Counter[tuple[int, tuple[int, ...]]] = Counter()
         self._ended: dict[int, BaseException | None] = {}
 
@@ -67,7 +68,7 @@ class Run:
         with self._changed:
             number = len(self._called[position])
             self._called[position].append(called.text)
-            self._shown[number, position] = part
+            self._shown[number, position] = handed_over(part)
             self._changed.notify_all()
             while not all(len(self._called[p]) > number or p in self._ended for p in called.group):
                 self._changed.wait(0.2)
@@ -82,7 +83,7 @@ class Run:
             if self._taken[number, called.group] == len(called.group):
                 for p in called.group:
                     del self._shown[number, p]
-            return parts
+        return [_received(part) for part in parts]
 
     def _check(self, number: int, group: Sequence[int]) -> None:
         texts = {
@@ -131,6 +132,15 @@ def differing(
             ]
         )
     )
+
+
+def _received(part: Any) -> Tensor:
+    """What a peer has shown, for what this thread launches next."""
+    if type(part) is not Launched:
+        return part
+    tensor: Any = part.part
+    order_caller(tensor, part.event)
+    return tensor
 
 
 _runs: dict[int, Run] = {}

@@ -142,7 +142,7 @@ class Shards:
         return len(self._parts)
 
     def get(self, index: int) -> Any:
-        """Returns a part that is ready, for what the caller launches from now on, or a `Failure`."""
+        """Returns a part that is ready, for what the caller launches next, or a `Failure`."""
         part, event = self.part(index), self.event(index)
         if event is not None and type(part) is not Failure:
             order_caller(part, event)
