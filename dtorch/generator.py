@@ -16,8 +16,9 @@ import torch
 
 from .mesh import DeviceMesh
 from .placement import Replicate
-from .runtime import Failure
-from .tensor import Tensor, place
+from .runtime import Failure, Shards
+from .spec import Spec
+from .tensor import Tensor
 from .tracer import read_state
 
 lock = threading.RLock()
@@ -48,16 +49,22 @@ def state_of(generator: torch.Generator | None, mesh: DeviceMesh) -> Tensor:
     """
     replicated = (Replicate(),) * mesh.ndim
     if generator is not None:
-        return place(read_state(_checked(generator, mesh)), mesh, replicated)
+        return _on_hosts(read_state(_checked(generator, mesh)), mesh)
     source = _torch_default(mesh)
     now = read_state(source)
     state, seen = _Default.state, _Default.seen
     if state is None or seen is None or _failed(state) or not torch.equal(now, seen):
-        state = place(now, mesh, replicated)
+        state = _on_hosts(now, mesh)
     if state.device_mesh != mesh:
         state = state.redistribute(mesh, replicated)
     _Default.state = state
     return state
+
+
+def _on_hosts(state: torch.Tensor, mesh: DeviceMesh) -> Tensor:
+    """A state as a value of a mesh; generators read it on the host, so it stays there."""
+    spec = Spec.of(state.shape, state.dtype, mesh, (Replicate(),) * mesh.ndim)
+    return Tensor._of(spec, Shards([state] * len(mesh.devices)))
 
 
 def _failed(state: Tensor) -> bool:

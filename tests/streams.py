@@ -66,7 +66,7 @@ class World:
         """What `Shards` does to a part of the caller's."""
         if not isinstance(part, (torch.Tensor, shards.Borrowed)):
             return part
-        return shards.Launched(part, _Event(Counter(self.clocks[CALLER])))
+        return shards.Launched(part, _Event(self, Counter(self.clocks[CALLER])))
 
     def order_caller(self, tensor: torch.Tensor, event: Any) -> None:
         """What `Shards` does for who takes a part."""
@@ -120,7 +120,7 @@ class Recorded:
             clock = Counter(self._world.clocks[self._device, int(lane)])
         if self._is_left_out("record") and clock[self._device, int(lane)]:
             clock[self._device, int(lane)] -= 1
-        return _Event(clock)
+        return _Event(self._world, clock)
 
     def wait(self, lane: Lane, event: Any) -> None:
         if not self._is_left_out("wait"):
@@ -136,13 +136,18 @@ class Recorded:
 
 
 class _Event:
-    """What had surely run when it was recorded. Nobody waits for it on the host."""
+    """What has surely run when it is reached."""
 
-    def __init__(self, clock: Counter[Stream]) -> None:
+    def __init__(self, world: World, clock: Counter[Stream]) -> None:
+        self._world = world
         self.clock = clock
 
     def query(self) -> bool:
         return True
+
+    def synchronize(self) -> None:
+        with self._world.lock:
+            self._world.clocks[CALLER] |= self.clock
 
 
 class _Watch(TorchDispatchMode):

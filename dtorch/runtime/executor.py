@@ -122,6 +122,13 @@ class DeviceState:
         self.lanes: Lanes | None = streams.lanes_of(device)
         self._generator: torch.Generator | None = None
 
+    def reached(self) -> Launched | None:
+        """Returns what ends when all ends that has been launched so far; None without lanes."""
+        if self.lanes is None:
+            return None
+        self.lanes.wait(Lane.COMMUNICATION, self.lanes.record(Lane.COMPUTE))
+        return Launched(None, self.lanes.record(Lane.COMMUNICATION))
+
     def generator(self, device: torch.device) -> torch.Generator:
         """Returns the worker's own generator, whose state each random instruction sets."""
         if self._generator is None:
@@ -326,7 +333,7 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
                 named_values = kwargs | {k: fill(frame) for k, fill in named}
             if draws is not None:
                 generator = frame.state.generator(device)
-                generator.set_state(slots[draws[0]].clone())
+                generator.set_state(slots[draws[0]].cpu().clone())
                 out = op(*values, **named_values, generator=generator)
                 slots[draws[1]] = generator.get_state()
             else:

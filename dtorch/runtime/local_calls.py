@@ -138,9 +138,8 @@ def _received(part: Any) -> Tensor:
     """What a peer has shown, for what this thread launches next."""
     if type(part) is not Launched:
         return part
-    tensor: Any = part.part
-    order_caller(tensor, part.event)
-    return tensor
+    order_caller(part.part, part.event)
+    return part.part
 
 
 _runs: dict[int, Run] = {}

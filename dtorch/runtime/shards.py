@@ -70,13 +70,13 @@ class Launched:
     """A part whose computation a stream has been given, and the event that says it is done.
 
     Attributes:
-        part: The local tensor, or `Borrowed` memory.
+        part: The local tensor, or `Borrowed` memory; None for a mark in the queue.
         event: What a stream has to wait for before it reads the part.
     """
 
     __slots__ = ("event", "part")
 
-    def __init__(self, part: torch.Tensor | Borrowed, event: Any) -> None:
+    def __init__(self, part: Any, event: Any) -> None:
         self.part = part
         self.event = event
 

@@ -62,7 +62,7 @@ class Worker:
                     break
                 if isinstance(item, tuple):
                     mark, index = item
-                    mark.set(index, None)
+                    mark.set(index, self._state.reached())
                 elif is_stopping():
                     _abandon(item)
                 else:
@@ -226,6 +226,7 @@ def synchronize(devices: Iterable[Device] | None = None) -> None:
         for index, device in enumerate(chosen):
             _pool.worker(device).submit((marks, index))
     marks.wait(range(len(marks)))
+    marks.finish(range(len(marks)))
 
 
 def _before_fork() -> None:

@@ -97,6 +97,8 @@ def test_the_native_executor_does_what_the_plan_says(monkeypatch: pytest.MonkeyP
                     number += 1
                     expected.append(f"record {name}")
                     events |= dict.fromkeys(launch.marks, name)
+        expected += [f"record {device}/0/{number}", f"wait 1 for {device}/0/{number}"]
+        expected.append(f"record {device}/1/{number + 1}")  # for who synchronizes
         assert len(lines) == len(expected)
         for ours, theirs in zip(lines, expected, strict=True):
             assert ours == theirs or (theirs.endswith("a peer") and ours.startswith("wait 1 for"))

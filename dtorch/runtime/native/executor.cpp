@@ -241,16 +241,20 @@ at::Tensor overwritten(const Frame& frame, const Instruction& instruction) {
   return {};
 }
 
+// The worker's own generator, whose state each random operation sets.
+at::Generator new_generator(const Frame& frame) {
+  if (!frame.has_lanes()) return at::make_generator<at::CPUGeneratorImpl>();
+  return at::globalContext().defaultGenerator(*frame.program->places[frame.device]).clone();
+}
+
 void run_operation(Frame& frame, const Instruction& instruction, int place) {
   FailurePtr failed = frame.failed(instruction.reads);
   if (!failed) {
     try {
       frame.stack.clear();
       if (instruction.state_before >= 0) {
-        if (!frame.generator.defined()) {
-          frame.generator = at::make_generator<at::CPUGeneratorImpl>();
-        }
-        frame.generator.set_state(frame.slots[instruction.state_before].toTensor().clone());
+        if (!frame.generator.defined()) frame.generator = new_generator(frame);
+        frame.generator.set_state(frame.slots[instruction.state_before].toTensor().cpu().clone());
       }
       at::Tensor into = overwritten(frame, instruction);
       for (const Argument& argument : instruction.args) {
@@ -376,7 +380,7 @@ void run_show(Frame& frame, const Instruction& instruction) {
   if (meeting.rounds.empty()) leave(exchange, meeting);
 }
 
-constexpr int kCommunication = 1;
+constexpr int kCompute = 0, kCommunication = 1;  // as `Lane` in streams.py
 
 // Has the lane of communication wait for what peers have shown, and keep their memory. A device
 // without lanes reads it by the streams of its own thread.
@@ -498,8 +502,17 @@ void run(Call& call, int device, Frame& frame) {
   frame.events.clear();
 }
 
+// Sets the output of a mark in the queue, which is done when all is that was launched before it.
+void reach(Call& mark, int position, Frame& frame) {
+  Part part;
+  if (frame.lanes) {
+    frame.lanes->wait(kCommunication, *frame.lanes->record(kCompute));
+    part.event = frame.lanes->record(kCommunication);
+  }
+  mark.outputs[0]->set(position, std::move(part));
+}
+
 void abandon(Call& call, int device) {
-  if (!call.program) return call.outputs[0]->set(device, Part());
   for (size_t i = 0; i < call.program->outputs.size(); i++) {
     int place = call.program->outputs[i].places[device];
     if (place >= 0) call.outputs[i]->set(place, {at::Tensor(), stopped_failure});
@@ -613,7 +626,9 @@ void Worker::work(const std::string& device) {
   std::vector<Item> batch;
   while (next(batch)) {
     for (Item& item : batch) {
-      if (stopping || !item.call->program) {
+      if (!item.call->program) {
+        reach(*item.call, item.position, frame);
+      } else if (stopping) {
         abandon(*item.call, item.position);
       } else {
         set_num_threads(item.call->num_threads);

@@ -205,6 +205,7 @@ def synchronize(devices: Iterable[Device] | None = None) -> None:
     if names != []:
         marks = NATIVE.mark(names or [])
         marks.wait(range(len(marks)))
+        marks.finish(range(len(marks)))
 
 
 def begin_recording() -> None:
