@@ -65,7 +65,7 @@ from .mesh import DeviceMesh, init_device_mesh
 from .placement import P, Partial, PartitionSpec, Placement, Replicate, Shard
 from .profiling import Profile, profile
 from .program import Program
-from .runtime import TensorFuture, empty_cache, synchronize
+from .runtime import TensorFuture, empty_cache, health, synchronize
 from .shard_map import shard_map
 from .tensor import Tensor
 from .transforms import eval_shape, explain, grad, strict, value_and_grad
@@ -106,6 +106,7 @@ __all__ = [
     "grad",
     "hamming_window",
     "hann_window",
+    "health",
     "init_device_mesh",
     "jit",
     "kaiser_window",

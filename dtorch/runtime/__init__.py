@@ -16,9 +16,9 @@ from .backend import (
     host_cache,
     stop,
     submit,
-    synchronize,
 )
 from .future import TensorFuture
+from .health import health, synchronize
 from .shards import Borrowed, Failure, values_of
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "check_not_on_worker",
     "empty_cache",
     "end_recording",
+    "health",
     "host_cache",
     "stop",
     "submit",

@@ -51,9 +51,9 @@ if TYPE_CHECKING or EXECUTOR == "python":
         check_not_on_worker,
         empty_cache,
         host_cache,
+        mark,
         stop,
         submit,
-        synchronize,
     )
 else:
     from .native.executor import (
@@ -65,9 +65,9 @@ else:
         empty_cache,
         end_recording,
         host_cache,
+        mark,
         stop,
         submit,
-        synchronize,
     )
 
 __all__ = [
@@ -80,7 +80,7 @@ __all__ = [
     "empty_cache",
     "end_recording",
     "host_cache",
+    "mark",
     "stop",
     "submit",
-    "synchronize",
 ]

@@ -240,9 +240,10 @@ def join(round: Round, meeting: Meeting, parts: Sequence[torch.Tensor]) -> torch
     """Returns what a device makes of a round, given the parts of the group."""
     taken = [_cut(parts[p.member], p.cuts) for p in round.pieces]
     if round.join is Join.SAME:
-        return taken[0].to(meeting.device)
+        return _brought(taken[0], meeting.device)
     if round.join is Join.COPY:
-        return taken[0].to(meeting.device).clone()
+        moved = _brought(taken[0], meeting.device)
+        return moved.clone() if moved is taken[0] else moved
     if round.join is Join.CONCATENATE:
         return torch.cat(taken, round.dim)
     if round.join is Join.REDUCE:
@@ -254,6 +255,16 @@ def join(round: Round, meeting: Meeting, parts: Sequence[torch.Tensor]) -> torch
     for piece, part in zip(round.pieces, taken, strict=True):
         _cut(result, piece.place).copy_(part)
     return result
+
+
+def _brought(part: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A part on a device; onto the host through pinned memory, which the device itself can fill."""
+    if device.type != "cpu" or part.device.type == "cpu":
+        return part.to(device)
+    staged = torch.empty_like(part, device=device, pin_memory=True)
+    staged.copy_(part, non_blocking=True)
+    torch.accelerator.current_stream(part.device).synchronize()
+    return staged
 
 
 def _cut(part: torch.Tensor, cuts: Cuts) -> torch.Tensor:

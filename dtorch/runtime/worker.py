@@ -209,15 +209,11 @@ def submit(
     return outputs
 
 
-def synchronize(devices: Iterable[Device] | None = None) -> None:
-    """Waits until everything submitted so far has run, on some devices or on all.
+def mark(devices: Iterable[Device] | None = None) -> tuple[list[Device], Shards]:
+    """Queues a mark on some devices, or on all that have workers.
 
-    Failures are not raised here, but where a value that depends on them is fetched.
-
-    Args:
-        devices: The devices to wait for, such as ``mesh.devices``; None for all.
-
-    Blocking: until the queues that existed at the call are empty.
+    Returns:
+        The devices, and shards with a part for each, set when its worker gets there.
     """
     check_not_on_worker("synchronizing")
     with _pool.lock:
@@ -225,8 +221,7 @@ def synchronize(devices: Iterable[Device] | None = None) -> None:
         marks = Shards.pending(len(chosen))
         for index, device in enumerate(chosen):
             _pool.worker(device).submit((marks, index))
-    marks.wait(range(len(marks)))
-    marks.finish(range(len(marks)))
+    return chosen, marks
 
 
 def _before_fork() -> None:

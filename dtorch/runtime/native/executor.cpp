@@ -325,6 +325,15 @@ at::Tensor nothing(const std::vector<int64_t>& shape, const at::TensorOptions& o
   return at::full(shape, zero, options);
 }
 
+// A part on a device; onto the host through pinned memory, which the device itself can fill.
+at::Tensor brought(const at::Tensor& part, at::Device device) {
+  if (!device.is_cpu() || part.is_cpu()) return part.to(device);
+  at::Tensor staged = at::empty_like(part, part.options().device(device).pinned_memory(true));
+  staged.copy_(part, /*non_blocking=*/true);
+  synchronize_caller(part.device());
+  return staged;
+}
+
 at::Tensor join(const Round& round, const Meeting& meeting, const std::vector<Part>& parts) {
   std::vector<at::Tensor> taken;
   for (size_t i = 0; i < round.pieces.size(); i++) {
@@ -332,9 +341,11 @@ at::Tensor join(const Round& round, const Meeting& meeting, const std::vector<Pa
   }
   switch (round.join) {
     case Join::kSame:
-      return taken[0].to(meeting.options.device());
-    case Join::kCopy:
-      return taken[0].to(meeting.options.device()).clone();
+      return brought(taken[0], meeting.options.device());
+    case Join::kCopy: {
+      at::Tensor moved = brought(taken[0], meeting.options.device());
+      return moved.is_same(taken[0]) ? moved.clone() : moved;
+    }
     case Join::kConcatenate:
       return at::cat(taken, round.dim);
     case Join::kReduce:
@@ -711,9 +722,6 @@ ShardsPtr mark(const std::vector<std::string>& devices) {
   auto call = c10::make_intrusive<Call>();
   std::vector<Worker*> chosen, asleep;
   std::lock_guard<std::mutex> lock(*submission);
-  if (devices.empty()) {
-    for (auto& entry : pool->workers) chosen.push_back(entry.second.get());
-  }
   for (const auto& device : devices) chosen.push_back(pool->worker(device));
   call->outputs.push_back(c10::make_intrusive<Shards>(chosen.size()));
   int position = 0;
@@ -722,6 +730,13 @@ ShardsPtr mark(const std::vector<std::string>& devices) {
   }
   wake_all(std::move(asleep));
   return call->outputs[0];
+}
+
+std::vector<std::string> worker_devices() {
+  std::lock_guard<std::mutex> lock(*submission);
+  std::vector<std::string> found;
+  for (auto& entry : pool->workers) found.push_back(entry.first);
+  return found;
 }
 
 void stop(FailurePtr failure) {

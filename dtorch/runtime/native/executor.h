@@ -133,8 +133,11 @@ void submit(const CallPtr& call);
 // A call of a program with pending outputs and the number of threads that its workers use.
 CallPtr new_call(ProgramPtr program);
 
-// Returns shards that become ready when the workers of the devices (all if empty) get there.
+// Returns shards that become ready when the workers of the devices get there.
 ShardsPtr mark(const std::vector<std::string>& devices);
+
+// The devices that have workers.
+std::vector<std::string> worker_devices();
 
 // Ends the workers; what is still queued, and what comes later, becomes `stopped`.
 void stop(FailurePtr stopped);

@@ -189,23 +189,22 @@ def submit(executable: Executable, inputs: Sequence[Any], scalars: Sequence[Any]
     return NATIVE.submit(executable.native, inputs, scalars)
 
 
-def synchronize(devices: Iterable[Device] | None = None) -> None:
-    """Waits until everything submitted so far has run, on some devices or on all.
+def mark(devices: Iterable[Device] | None = None) -> tuple[list[Device], Any]:
+    """Queues a mark on some devices, or on all that have workers.
 
-    Failures are not raised here, but where a value that depends on them is fetched.
-
-    Args:
-        devices: The devices to wait for, such as ``mesh.devices``; None for all.
-
-    Blocking: until the queues that existed at the call are empty.
+    Returns:
+        The devices, and shards with a part for each, set when its worker gets there.
     """
     check_not_on_worker("synchronizing")
     _start()
-    names = None if devices is None else [str(device) for device in devices]
-    if names != []:
-        marks = NATIVE.mark(names or [])
-        marks.wait(range(len(marks)))
-        marks.finish(range(len(marks)))
+    if devices is None:
+        devices = [Device(kind, int(number)) for kind, number in map(_split, NATIVE.devices())]
+    chosen = list(devices)
+    return chosen, NATIVE.mark(list(map(str, chosen))) if chosen else Shards.pending(0)
+
+
+def _split(name: str) -> list[str]:
+    return name.rsplit(":", 1)
 
 
 def begin_recording() -> None:

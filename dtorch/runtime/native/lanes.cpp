@@ -107,6 +107,11 @@ EventPtr event_of_caller(const at::Tensor& tensor) {
   return std::make_shared<StreamEvent>(impl.getStream(tensor.device()));
 }
 
+void synchronize_caller(c10::Device device) {
+  VirtualGuardImpl impl(device.type());
+  impl.synchronizeStream(impl.getStream(device));
+}
+
 void trace_lanes(bool on) { is_tracing = on; }
 
 std::vector<std::string> take_lane_trace() {

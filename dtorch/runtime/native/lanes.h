@@ -34,6 +34,9 @@ std::unique_ptr<Lanes> new_lanes(const std::string& worker, c10::Device device);
 // An event for what the calling thread has launched on the device of a tensor; none on the CPU.
 EventPtr event_of_caller(const at::Tensor& tensor);
 
+// Waits on the host for what the calling thread has launched on a device.
+void synchronize_caller(c10::Device device);
+
 // How one instruction uses the lanes: see `Launch` in streams.py.
 struct Launch {
   int lane = -1;  // -1 where the device takes no part

@@ -506,6 +506,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("give", &give);
   module.def("submit", &submit_program);
   module.def("mark", &mark);
+  module.def("devices", &worker_devices);
   module.def("on_worker", &on_worker);
   module.def("stop", [](const py::object& stopped) {
     FailurePtr failure = from_python(stopped);
