@@ -61,6 +61,7 @@ from .factories import (
 )
 from .generator import manual_seed
 from .jit import JitFunction, jit
+from .memory import DeviceMemory, memory_stats
 from .mesh import DeviceMesh, init_device_mesh
 from .placement import P, Partial, PartitionSpec, Placement, Replicate, Shard
 from .profiling import Profile, profile
@@ -73,6 +74,7 @@ from .transforms import eval_shape, explain, grad, strict, value_and_grad
 __version__ = "0.1.0"
 
 __all__ = [
+    "DeviceMemory",
     "DeviceMesh",
     "JitFunction",
     "P",
@@ -113,6 +115,7 @@ __all__ = [
     "linspace",
     "logspace",
     "manual_seed",
+    "memory_stats",
     "models",
     "nn",
     "normal",

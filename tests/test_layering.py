@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("local_specs", "inductor", "compilation"),
     ("parts",),
     ("printing", "aliases", "tensor"),
+    ("memory",),
     ("tree",),
     ("sharded_forms",),
     ("stages",),

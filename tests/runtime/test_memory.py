@@ -135,3 +135,25 @@ def test_a_resized_tensor_on_a_reused_block() -> None:
     value.resize_(2 * NUMEL)
     value[NUMEL:] = 5
     assert value[:NUMEL].sum().item() == 2 * NUMEL and value[-1].item() == 5
+
+
+def test_what_the_tensors_of_the_caller_take() -> None:
+    mesh = dtorch.DeviceMesh("cpu", [71, 72])
+
+    def held() -> list[int]:
+        dtorch.synchronize()
+        return [memory.held for memory in dtorch.memory_stats(mesh).values()]
+
+    assert held() == [0, 0]
+    x = dtorch.tensor(torch.ones(3), device_mesh=mesh, placements=[dtorch.Shard(0)])
+    y = x + 1
+    view = y.view(3, 1)
+    assert held() == [16, 8]
+    del x
+    assert held() == [8, 4]
+    del y
+    assert held() == [8, 4]
+    del view
+    assert held() == [0, 0]
+    (memory, _) = dtorch.memory_stats(mesh).values()
+    assert memory == dtorch.DeviceMemory(held=0)
