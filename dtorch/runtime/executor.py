@@ -25,7 +25,7 @@ from ..lowering import (
 from ..mesh import Device, DeviceMesh
 from ..program import Ref, ScalarRef, SourceLine
 from ..source import Site, line_at
-from . import collectives, streams, timeline
+from . import collectives, peers, streams, timeline
 from .collectives import Meeting, Round
 from .shards import Borrowed, Failure, Launched, Shards, order_caller, written_to
 from .streams import Lane, Lanes, Launch
@@ -44,6 +44,7 @@ class Executable:
     __slots__ = ("_bound", "exchanges", "program", "sizes")
 
     def __init__(self, program: LocalProgram) -> None:
+        peers.check(map(streams.place_of, program.devices))
         self.program = program
         self.sizes = [len(mesh.devices) for _, mesh in program.outputs]
         # Each operation on it is atomic, so the workers need no lock.

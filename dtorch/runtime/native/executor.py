@@ -23,7 +23,7 @@ from ...lowering import LocalCall, LocalProgram, LocalShow, LocalStep, PerDevice
 from ...mesh import Device, DeviceMesh
 from ...program import Ref, ScalarRef, SourceLine
 from ...source import is_library
-from .. import collectives, local_calls, streams, timeline
+from .. import collectives, local_calls, peers, streams, timeline
 from ..executor import failure_of, stopped_failure
 from ..shards import Borrowed, Failure, written_to
 from ..timeline import Phase, Recorder, Span
@@ -40,6 +40,7 @@ class Executable:
     __slots__ = ("native", "program")
 
     def __init__(self, program: LocalProgram) -> None:
+        peers.check(map(streams.place_of, program.devices))
         self.program = program
         self.native = _handed_over(program)
 
