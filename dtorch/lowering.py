@@ -105,6 +105,7 @@ class LocalProgram:
         instructions: What runs, in order; a device skips what is not on its meshes.
         texts: The printed global instructions, by index, for messages.
         sources: The user's lines, by the same index.
+        specs: What the first slots hold, one for each value of the global program.
     """
 
     devices: tuple[Device, ...]
@@ -114,6 +115,7 @@ class LocalProgram:
     instructions: tuple[LocalInstruction, ...]
     texts: tuple[str, ...]
     sources: tuple[SourceLine | None, ...]
+    specs: tuple[Spec, ...] = ()
     name: str = "program"
 
     def __str__(self) -> str:
@@ -225,6 +227,7 @@ def lower(program: Program) -> LocalProgram:
         instructions=_with_frees(_with_shows(local), program.outputs),
         texts=tuple(format_instruction(i) for i in program.instructions),
         sources=tuple(i.source for i in program.instructions),
+        specs=tuple(program.specs),
         name=program.name,
     )
 
@@ -365,6 +368,26 @@ def slots_written(instruction: LocalInstruction) -> tuple[int, ...]:
         return (instruction.output,)
     state = () if instruction.draws is None else (instruction.draws[1],)
     return (*(s for s in instruction.outputs if s is not None), *state)
+
+
+def live_before(program: LocalProgram, origin: int) -> dict[int, int | None]:
+    """Returns the values that a device holds before it runs an instruction.
+
+    Args:
+        program: The program.
+        origin: The number of the global instruction.
+
+    Returns:
+        Of each global value, the number of the instruction that made it, None for an input.
+    """
+    live: dict[int, int | None] = {slot: None for slot, _ in program.inputs}
+    for instruction in program.instructions:
+        if instruction.origin == origin and not isinstance(instruction, LocalShow):
+            break
+        live |= dict.fromkeys(slots_written(instruction), instruction.origin)
+        for slot in instruction.frees:
+            live.pop(slot, None)
+    return {slot: made for slot, made in live.items() if slot < len(program.specs)}
 
 
 def _with_shows(instructions: list[LocalInstruction]) -> list[LocalInstruction]:

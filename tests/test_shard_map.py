@@ -782,3 +782,29 @@ def test_uneven_shapes_in_a_collective_are_an_error_at_the_call() -> None:
 def test_errors_of_the_function_are_its_own() -> None:
     with pytest.raises(RuntimeError, match=r"reduction dim, but got \[2, 4\] X \[3, 3\]"):
         _mapped(lambda a: a @ torch.ones(3, 3))(torch.ones(4, 4))
+
+
+def test_memory_that_is_full_names_what_is_held() -> None:
+    mesh = dtorch.init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+
+    def full(x: torch.Tensor) -> torch.Tensor:
+        if not x.is_meta:
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 1.00 TiB.")
+        return x
+
+    @dtorch.jit
+    def compute(x: Any) -> Any:
+        small, large = x[:2] + 1, torch.cat([x, x, x]) * 2
+        return dtorch.shard_map(full, mesh, P(), P())(x), small, large
+
+    x = dtorch.zeros(256, 1024, device_mesh=mesh, placements=[dtorch.Replicate()])
+    with pytest.raises(WorkerError) as raised:
+        compute(x)[0].to_torch()
+    lines = [line.strip() for line in str(raised.value).splitlines()]
+    assert lines[0].startswith("OutOfMemoryError on cpu:")
+    (held,) = (
+        i for i, line in enumerate(lines) if line.startswith("held there   4.0 MiB in 3 val")
+    )
+    assert lines[held + 1].startswith("3.0 MiB  %") and "test_shard_map.py:" in lines[held + 1]
+    assert lines[held + 2] == "1.0 MiB  an input, float32[256, 1024] x=R"
+    assert lines[held + 3].startswith("0.0 MiB  %")

@@ -21,6 +21,7 @@ from ..lowering import (
     LocalShow,
     LocalStep,
     PerDevice,
+    live_before,
 )
 from ..mesh import Device, DeviceMesh
 from ..program import Ref, ScalarRef, SourceLine
@@ -428,8 +429,31 @@ def failure_of(
         lines.append(f"  written at   {source}")
     if site is not None and site != source:
         lines.append(f"  called at    {site}")
+    if isinstance(error, torch.OutOfMemoryError):
+        lines += _largest_values(program, origin)
     lines.append("  Every value that depends on it is lost; the workers go on.")
     return Failure("\n".join(lines), error)
+
+
+def _largest_values(program: LocalProgram, origin: int) -> list[str]:
+    """What a device holds while an instruction runs, for the message that its memory is full."""
+    live = live_before(program, origin)
+    sizes = {value: program.specs[value].num_local_bytes for value in live}
+    largest = sorted(live, key=lambda value: -sizes[value])[:_NUM_LARGEST]
+    lines = [f"  held there   {_mib(sum(sizes.values()))} in {len(live)} values of this program"]
+    for value in largest:
+        made = live[value]
+        what = f"an input, {program.specs[value]!r}" if made is None else program.texts[made]
+        source = None if made is None else program.sources[made]
+        lines.append(f"    {_mib(sizes[value])}  {what}" + (f"  {source}" if source else ""))
+    return lines
+
+
+_NUM_LARGEST = 5
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 # -- redistribution ------------------------------------------------------------------------
