@@ -798,7 +798,7 @@ def test_memory_that_is_full_names_what_is_held() -> None:
         return dtorch.shard_map(full, mesh, P(), P())(x), small, large
 
     x = dtorch.zeros(256, 1024, device_mesh=mesh, placements=[dtorch.Replicate()])
-    with pytest.raises(WorkerError) as raised:
+    with pytest.raises(WorkerError, match="Tried to allocate") as raised:
         compute(x)[0].to_torch()
     lines = [line.strip() for line in str(raised.value).splitlines()]
     assert lines[0].startswith("OutOfMemoryError on cpu:")

@@ -142,10 +142,15 @@ def shard(
     placed = shard_tree(trees, staged, plan)
     home = _first_mesh(placed[_main(models)])
     made = copy.copy(pipe)
+    in_place: dict[int, PlacedModule] = {}
     for name, skeleton in skeletons.items():
         gathers = None if isinstance(skeleton, _autoencoder()) else home
-        # Past `setattr`, by which a pipeline would note another class in its configuration.
-        vars(made)[name] = PlacedModule(skeleton, placed[name], gathers, compile=compile)
+        model = PlacedModule(skeleton, placed[name], gathers, compile=compile)
+        in_place[id(models[name])] = model
+    for name, component in pipe.components.items():
+        if _is_module(component):
+            # Past `setattr`, by which a pipeline would note another class in its configuration.
+            vars(made)[name] = in_place[id(component)]
     return made
 
 
@@ -201,7 +206,8 @@ def _models(pipe: Any) -> dict[str, nn.Module]:
             "  Fix: diffusers.StableDiffusion3Pipeline.from_pretrained(...), for example."
         )
     _register(DiagonalGaussianDistribution)
-    models = {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
+    found = {id(m): (n, m) for n, m in reversed(pipe.components.items()) if _is_module(m)}
+    models = dict(reversed(found.values()))  # each once, by its first name
     kind = type(pipe).__name__
     if not models:
         raise ValueError(f"this {kind} has no models, only {', '.join(pipe.components)}.")
@@ -229,6 +235,10 @@ def _patterns(name: str, model: nn.Module, size: int) -> dict[str, Annotation]:
     leaves = [f".{n}" for n, _ in model.named_parameters()]
     anchored = {p if p.startswith("*") else f".{p}": a for p, a in patterns.items()}
     return {f"{name}{p}": a for p, a in anchored.items() if fnmatch.filter(leaves, p)}
+
+
+def _is_module(component: Any) -> bool:
+    return isinstance(component, nn.Module)
 
 
 def _main(models: Mapping[str, nn.Module]) -> str:

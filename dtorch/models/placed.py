@@ -13,10 +13,12 @@ import copy
 import functools
 import inspect
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -24,6 +26,7 @@ from ..errors import DataDependentError
 from ..jit import jit
 from ..mesh import DeviceMesh
 from ..nn import functionalize
+from ..nn.functionalize import alone
 from ..placement import Replicate
 from ..tensor import Tensor, place
 from ..tree import map_leaves, nested
@@ -35,7 +38,6 @@ UNCHANGING = {"config", "dtype", "cache_context"}
 """Attributes through which no setting is changed."""
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial, type)
 
 
 class PlacedModule:
@@ -63,12 +65,11 @@ class PlacedModule:
         *,
         compile: bool,
     ) -> None:
-        tree, function = functionalize(skeleton)
         self.__dict__.update(
             _skeleton=skeleton,
             _params=params,
-            _leaves=_flat(tree).keys(),
-            _function=function,
+            _tensors=_tensors_of(skeleton),
+            _function=functionalize(skeleton)[1],
             _mesh=next(iter(_flat(params).values())).device_mesh,
             _home=home,
             _compile=compile,
@@ -84,8 +85,7 @@ class PlacedModule:
         return self._call("__call__", *args, **kwargs)
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        if self._may_have_changed:
-            self._follow_settings()
+        self._follow_settings()
         args, kwargs = map_leaves(self._brought, (args, kwargs))
         program = self._programs.get(method)
         if program is None:
@@ -129,40 +129,106 @@ class PlacedModule:
     # -- settings --------------------------------------------------------------------------
 
     def _follow_settings(self) -> None:
-        settings = _Settings(self._skeleton)
-        if settings == self._settings:
+        """Has calls see what somebody may have changed; another thread's trace is waited for."""
+        if not self._may_have_changed:
             return
+        with alone():
+            settings = _Settings(self._skeleton)
+            if settings != self._settings:
+                self._take(settings)
+
+    def _take(self, settings: _Settings) -> None:
         name = type(self._skeleton).__name__
         check_own_forward(name, self._skeleton, RuntimeError)
-        tree, function = functionalize(self._skeleton)
-        wanted, placed = _flat(tree), _flat(self._params)
-        changed = [*(wanted.keys() - self._leaves), *(self._leaves - wanted.keys())]
-        changed += [n for n in wanted.keys() & self._leaves if wanted[n].shape != placed[n].shape]
+        now, before = _tensors_of(self._skeleton), self._tensors
+        changed = [*(now.keys() - before.keys()), *(before.keys() - now.keys())]
+        for path in now.keys() & before.keys():
+            (tensor, dtype, version), (earlier, known, since) = now[path], before[path]
+            is_converted = dtype != known  # then the version says nothing, and buffers are new
+            is_same = tensor is earlier or (is_converted and not isinstance(tensor, nn.Parameter))
+            if not is_same or (version != since and not is_converted):
+                changed.append(path)
         if changed:
             raise RuntimeError(
-                f"parameters of {name} were added, removed or replaced after it was placed on "
-                f"{self._mesh!r}: {', '.join(sorted(changed)[:5])}.\n"
-                "  Fix: change the module before it is placed."
+                f"parameters or buffers of {name} were added, removed, replaced or written to "
+                f"after it was placed on {self._mesh!r}: {', '.join(sorted(changed)[:5])}.\n"
+                "  Fix: change the module before it is placed; or write to the distributed tensors "
+                "of named_parameters()."
             )
-        converted = {n: t.to(wanted[n].dtype) for n, t in placed.items()}
+        tree, function = functionalize(self._skeleton)
+        wanted = _flat(tree)
+        converted = {n: t.to(wanted[n].dtype) for n, t in _flat(self._params).items()}
         self.__dict__.update(
-            _params=nested(converted), _function=function, _programs={}, _settings=settings
+            _params=nested(converted),
+            _tensors=now,
+            _function=function,
+            _programs={},
+            _settings=settings,
         )
 
     def __getattr__(self, name: str) -> Any:
         skeleton = self.__dict__.get("_skeleton")
         if skeleton is None or name.startswith("__"):
             raise AttributeError(name)
-        found = getattr(skeleton, name)
-        if name.startswith(COMPUTING) and inspect.ismethod(found):
-            return functools.wraps(found)(functools.partial(self._call, name))
-        if name not in UNCHANGING and type(found) not in _PLAIN:
+        found: Any = getattr(skeleton, name)
+        if isinstance(found, torch.Tensor):
+            return _flat(self._params)[self._function.tied.get(name, name)]
+        is_method = inspect.ismethod(found) and found.__self__ is skeleton
+        is_frozen = name in UNCHANGING and (is_method or isinstance(found, Mapping))
+        if type(found) not in _PLAIN and not is_frozen and not name.startswith(COMPUTING):
             self.__dict__["_may_have_changed"] = True
-        return found
+        return self._method(name, found) if is_method else found
+
+    def _method(self, name: str, method: Any) -> Callable[..., Any]:
+        """A method of the module, with its signature, as one of this."""
+        does = functools.partial(self._set_by, method)
+        if name == "save_pretrained":
+            does = functools.partial(self._save_pretrained)
+        elif name.startswith(COMPUTING):
+            does = functools.partial(self._call, name)
+        return functools.wraps(method)(does)
+
+    def _set_by(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a method for settings returns, this in place of the module without data."""
+        result = method(*args, **kwargs)
+        return self if result is self._skeleton else result
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith(COMPUTING) or name == "__call__":
+            raise RuntimeError(
+                f"{name} of {self!r} cannot be replaced: what is computed with its parameters is "
+                "one program.\n  Fix: replace it before the module is placed, or use a hook."
+            )
         setattr(self._skeleton, name, value)
         self.__dict__["_may_have_changed"] = True
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._skeleton, name)
+        self.__dict__["_may_have_changed"] = True
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(type(self)), *dir(self._skeleton)})
+
+    def __copy__(self) -> PlacedModule:
+        made = object.__new__(PlacedModule)
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedModule:
+        self._follow_settings()
+        with alone():
+            skeleton = copy.deepcopy(self._skeleton, memo)
+        params = map_leaves(torch.clone, self._params)
+        return PlacedModule(skeleton, params, self._home, compile=self._compile)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{self!r} cannot be pickled: its parameters are on devices of this process.\n"
+            "  Fix: save_pretrained(folder), and place it again where it is loaded."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce__()
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -188,7 +254,8 @@ class PlacedModule:
                 "  Fix: place the original module on another mesh."
             )
         if dtype is not None:
-            self._skeleton.to(dtype=dtype)
+            with alone():
+                self._skeleton.to(dtype=dtype)
             self.__dict__["_may_have_changed"] = True
             self._follow_settings()
         return self
@@ -213,35 +280,38 @@ class PlacedModule:
         """As ``to("cuda")``."""
         return self.to("cuda" if device is None else torch.device("cuda", device))
 
-    def state_dict(self) -> dict[str, Any]:
+    def double(self) -> PlacedModule:
+        """As ``to(torch.float64)``."""
+        return self.to(torch.float64)
+
+    def state_dict(self, *, prefix: str = "") -> dict[str, Any]:
         """Returns the parameters and persistent buffers by name, as distributed tensors."""
-        placed = _flat(self._params) | {}
+        self._follow_settings()
+        placed, tied = _flat(self._params), self._function.tied
         names = self._skeleton.state_dict().keys()
-        return {name: placed[self._function.tied.get(name, name)] for name in names}
+        return {f"{prefix}{name}": placed[tied.get(name, name)] for name in names}
 
-    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Any]]:
         """Gives the name and the distributed tensor of each parameter."""
+        self._follow_settings()
         for name, leaf in _flat(self._params).items():
-            if name not in self._function.buffers:
-                yield name, leaf
+            if name not in self._function.buffers and (recurse or "." not in name):
+                yield f"{prefix}.{name}" if prefix else name, leaf
 
-    def parameters(self) -> Iterator[Any]:
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
         """Gives the distributed tensor of each parameter."""
-        return (leaf for _, leaf in self.named_parameters())
+        return (leaf for _, leaf in self.named_parameters(recurse=recurse))
 
-    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
-        """Saves the model in the format of its library.
-
-        Args:
-            save_directory: The folder.
-            **options: Those of the module's own `save_pretrained`.
+    def _save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Saves the model in the format of its library, by its own method.
 
         Blocking: until the parameters are on the host, all of the model at once.
         """
+        state = self.state_dict()
+        fetched = {id(leaf): leaf.to_torch() for leaf in state.values()}
         whole: Any = copy.deepcopy(self._skeleton)
-        fetched = {name: leaf.to_torch() for name, leaf in self.state_dict().items()}
-        whole.load_state_dict(fetched, assign=True)
-        whole.save_pretrained(save_directory, **options)
+        whole.load_state_dict({n: fetched[id(leaf)] for n, leaf in state.items()}, assign=True)
+        return whole.save_pretrained(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"{type(self._skeleton).__name__} on {self._mesh!r}"
@@ -254,6 +324,10 @@ def skeleton_of(module: nn.Module) -> nn.Module:
         empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    for part in module.modules():
+        for value in vars(part).values():  # what a hook computes anew, as `weight_norm`
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), torch.empty_like(value, device="meta"))
     return copy.deepcopy(module, memo)
 
 
@@ -289,42 +363,73 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return found
 
 
+def _tensors_of(module: nn.Module) -> dict[str, tuple[torch.Tensor, torch.dtype, int]]:
+    """The parameters and buffers of a module, and how often each has been written to."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    named |= dict(module.named_buffers(remove_duplicate=False))
+    return {name: (tensor, tensor.dtype, _version(tensor)) for name, tensor in named.items()}
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
 class _Settings:
     """What a trace of a module depends on beside its parameters: all attributes of its parts.
 
-    Plain values are compared as such; other objects by what they are and hold, to a depth.
+    Plain values are compared as such; other objects by what they are and hold, to a depth. What is
+    not seen: attributes of classes, and what functions have captured.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._kept: list[Any] = []  # so that no other object gets the number of one of these
         self._found: list[Any] = []
+        self._seen = {id(part) for part in module.modules()}
         for part in module.modules():
-            attributes = vars(part)
-            self._found += (id(part), tuple(attributes))
-            self._kept.append(part)
-            for value in attributes.values():
-                self._add(value, _DEPTH)
+            self._add_object(part, _DEPTH)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Settings) and self._found == other._found
+
+    def _add_object(self, value: Any, depth: int) -> None:
+        attributes = vars(value)
+        self._kept.append(value)
+        self._found += (id(value), type(value), tuple(attributes))
+        for item in attributes.values():
+            self._add(item, depth)
 
     def _add(self, value: Any, depth: int) -> None:
         kind = type(value)
         if kind in _PLAIN:
             self._found.append(value)
-        elif isinstance(value, (dict, list, tuple)):
+        elif isinstance(value, (dict, list, tuple, set, frozenset, deque)):
             if value:
-                self._found.append(tuple(value) if isinstance(value, dict) else len(value))
+                keyed = isinstance(value, (dict, set, frozenset))
+                self._found.append(tuple(value) if keyed else len(value))
                 for item in value.values() if isinstance(value, dict) else value:
                     self._add(item, depth)
-        else:
+        elif isinstance(value, torch.Tensor):
+            self._kept.append(value)
+            self._found += (id(value), value.dtype, _version(value))
+        elif isinstance(value, numpy.ndarray):
+            self._found += (value.shape, value.tobytes())
+        elif isinstance(value, functools.partial):
+            for item in (value.func, value.args, value.keywords):
+                self._add(item, depth)
+        elif isinstance(value, MethodType):
+            self._add(value.__func__, depth)
+            self._add(value.__self__, depth)
+        elif not depth or id(value) in self._seen or not _has_attributes(value):
             self._kept.append(value)
             self._found.append(id(value))
-            if isinstance(value, torch.Tensor):
-                self._found += (value.dtype, value._version)
-            elif depth and not isinstance(value, (nn.Module, *_FUNCTIONS)):
-                for item in getattr(value, "__dict__", {}).values():
-                    self._add(item, depth - 1)
+        else:
+            self._seen.add(id(value))
+            self._add_object(value, depth - 1)
 
 
-_DEPTH = 3
+def _has_attributes(value: Any) -> bool:
+    is_code = isinstance(value, (FunctionType, BuiltinFunctionType, type, ModuleType))
+    return not is_code and hasattr(value, "__dict__")
+
+
+_DEPTH = 6

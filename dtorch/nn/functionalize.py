@@ -73,7 +73,7 @@ class Apply:
         given = dict(_walk(params))
         self._check_names(given)
         values = {name: given[leaf] for name, leaf in self._leaf_of.items()}
-        with _alone(), _holding(self.module, values), _recomputing_refused(self.__name__):
+        with alone(), _holding(self.module, values), _recomputing_refused(self.__name__):
             first = torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
             result = getattr(self.module, method)(*args, **kwargs)
             if _is_recomputed(result, first):
@@ -195,7 +195,7 @@ def _walk(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """A context in which no other thread calls an `apply`.
 
     A trace holds the lock of tracing already. Without one, what the call does may need the locks

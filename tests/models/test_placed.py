@@ -1,6 +1,9 @@
 """Models of a pipeline in the place of the modules: what their holder does with them."""
 
 import copy
+import inspect
+import pickle
+import threading
 import warnings
 from typing import Any
 
@@ -135,6 +138,114 @@ def test_weights_that_are_changed_too_late_are_refused() -> None:
     on_one.transformer.fuse_qkv_projections()
     with pytest.raises(RuntimeError, match=r"were added(.|\n)*to_(added_)?qkv(.|\n)*Fix: change"):
         images(on_one)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.proj_out.weight.mul_(2),
+        lambda t: t.apply(lambda m: [p.zero_() for p in m.parameters(recurse=False)]),
+        lambda t: setattr(t, "proj_out", torch.nn.Linear(128, 64)),
+        lambda t: t.load_state_dict(
+            {n: torch.zeros(v.shape) for n, v in t.named_parameters()}, strict=False, assign=True
+        ),
+        lambda t: t.transformer_blocks.insert(0, t.transformer_blocks[1]),
+    ],
+)
+@torch.no_grad()
+def test_weights_that_are_written_to_too_late_are_refused(change: Any) -> None:
+    on_one = diffusion.shard(sd3.small_pipeline(), ONE)
+    images(on_one)
+    change(on_one.transformer)
+    with pytest.raises(RuntimeError, match=r"replaced or written to after it was placed"):
+        images(on_one)
+
+
+@torch.no_grad()
+def test_weights_are_changed_through_the_distributed_tensors() -> None:
+    pipe = sd3.small_pipeline()
+    on_pair = diffusion.shard(pipe, PAIR)
+    images(on_pair)
+    for holder in (pipe, on_pair):
+        dict(holder.transformer.named_parameters())["proj_out.weight"].mul_(2)
+    torch.testing.assert_close(images(on_pair), images(pipe), rtol=0, atol=1e-3)
+
+
+def test_idioms_of_modules() -> None:
+    pipe = sd3.small_pipeline()
+    on_one = diffusion.shard(pipe, ONE)
+    model = on_one.transformer
+    assert model.eval() is model and model.requires_grad_(False) is model
+    on_one.vae = on_one.vae.eval()
+    assert torch.equal(images(on_one), images(pipe))
+    assert hasattr(model, "config") and not hasattr(model, "nothing")
+    assert {"config", "forward", "named_parameters"} <= set(dir(model))
+    found, wanted = (inspect.signature(m.forward) for m in (model, pipe.transformer))
+    assert found == wanted
+    for copied in (copy.copy(model), copy.deepcopy(model)):
+        assert type(copied) is type(model) and isinstance(copied, type(pipe.transformer))
+        vars(on_one)["transformer"] = copied
+        assert torch.equal(images(on_one), images(pipe))
+    with pytest.raises(TypeError, match=r"cannot be pickled(.|\n)*save_pretrained"):
+        pickle.dumps(model)
+    with pytest.raises(RuntimeError, match=r"decode of AutoencoderKL on .* cannot be replaced"):
+        on_one.vae.decode = print
+    on_one.vae.some_setting = 3
+    del on_one.vae.some_setting
+    assert not hasattr(on_one.vae, "some_setting")
+
+
+def test_a_model_that_a_pipeline_has_twice_stays_one() -> None:
+    pipe = sd3.small_pipeline()
+    components = {**pipe.components, "text_encoder_2": pipe.text_encoder}
+    transformer = sd3.small_pipeline(pooled_projection_dim=64).transformer
+    twice = StableDiffusion3Pipeline(**{**components, "transformer": transformer})
+    on_pair = diffusion.shard(twice, PAIR)
+    assert on_pair.text_encoder_2 is on_pair.text_encoder
+    torch.testing.assert_close(images(on_pair), images(twice), rtol=0, atol=1e-3)
+
+
+def test_the_configuration_of_a_text_encoder_is_followed() -> None:
+    pipe = sd3.small_pipeline()
+    on_one = diffusion.shard(pipe, ONE)
+    ids = torch.arange(10)[None] + 5
+    for wanted in (False, True):
+        for encoder in (pipe.text_encoder, on_one.text_encoder):
+            encoder.config.output_hidden_states = wanted
+        assert len(on_one.text_encoder(ids)) == len(pipe.text_encoder(ids))
+
+
+def test_threads_that_share_a_model() -> None:
+    on_pair, plain = diffusion.shard(sd3.small_pipeline(), PAIR), sd3.small_pipeline()
+    encoder, errors = on_pair.text_encoder, list[BaseException]()
+    _ = encoder.text_projection  # from now on settings are compared before each call
+
+    def call(length: int) -> None:
+        try:
+            ids = torch.arange(length)[None] + 5
+            found = encoder(ids).text_embeds.to_torch()
+            torch.testing.assert_close(found, plain.text_encoder(ids).text_embeds)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(5 + i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_a_pipeline_sharded_in_inference_mode() -> None:
+    with torch.inference_mode():
+        on_one = diffusion.shard(pipeline("sd3"), ONE)
+    assert torch.equal(images(on_one), images(pipeline("sd3")))
+
+
+def test_variants_are_saved(tmp_path: Any) -> None:
+    diffusion.shard(pipeline("sd3"), ONE).save_pretrained(tmp_path, variant="fp16")
+    again = StableDiffusion3Pipeline.from_pretrained(tmp_path, variant="fp16")
+    assert torch.equal(images(again), images(pipeline("sd3")))
 
 
 def test_conversions() -> None:
