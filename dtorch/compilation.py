@@ -110,6 +110,7 @@ def _fits(instruction: LocalInstruction, specs: LocalSpecs) -> TypeGuard[LocalCa
         and all(len(specs[slot]) == len(instruction.mesh.devices) for slot in touched)
         and not _reads_indices(instruction, specs)
         and not _is_power_of_bools(instruction, specs)
+        and not _may_divide_by_zero(instruction, specs)
         and (not _scalars(instruction) or _takes_scalar(instruction, specs))
     )
 
@@ -134,6 +135,28 @@ def _is_power_of_bools(call: LocalCall, specs: LocalSpecs) -> bool:
     """Whether Inductor would compute floats where the kernel computes integers."""
     dtypes = {s.dtype for slot in slots_read(call) for s in specs[slot]}
     return call.op.overloadpacket is _aten.pow and torch.bool in dtypes
+
+
+_DIVISIONS = {
+    _aten.div.Tensor_mode,
+    _aten.div.Scalar_mode,
+    _aten.fmod.Tensor,
+    _aten.fmod.Scalar,
+    _aten.remainder.Tensor,
+    _aten.remainder.Scalar,
+    _aten.remainder.Scalar_Tensor,
+}
+
+
+def _may_divide_by_zero(call: LocalCall, specs: LocalSpecs) -> bool:
+    """Whether it divides by integers that may be zero, which would end the process.
+
+    Not all of Inductor's code, and none of torch 2.11's, looks first.
+    """
+    if call.op not in _DIVISIONS or (type(call.args[1]) is int and call.args[1] != 0):
+        return False
+    dtypes = [s.dtype for slot in slots_read(call) for s in specs[slot]]
+    return not any(d.is_floating_point for d in dtypes)
 
 
 def _takes_scalar(call: LocalCall, specs: LocalSpecs) -> bool:

@@ -6,7 +6,7 @@ exist; here is what the CPU kernel of torch 2.13 gives, as meta tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,10 +98,61 @@ def grouped_mm(rows: Tensor, matrices: Tensor, *args: Any, **kwargs: Any) -> Ten
     return rows.new_empty_strided(shape, stride)
 
 
+def _fft_c2c(x: Tensor, dims: list[int], *args: Any, **kwargs: Any) -> Tensor:
+    if not dims:
+        return torch.empty_like(x)
+    return _transformed(x.dtype, x.shape, x.stride(), _by_stride(x, dims))
+
+
+def _fft_r2c(x: Tensor, dims: list[int], normalization: int, onesided: bool) -> Tensor:
+    *others, last = dims
+    shape = list(x.shape)
+    if onesided:
+        shape[last] = shape[last] // 2 + 1
+    return _transformed(x.dtype.to_complex(), shape, x.stride(), [*_by_stride(x, others), last])
+
+
+def _fft_c2r(x: Tensor, dims: list[int], normalization: int, last_dim_size: int) -> Tensor:
+    """The last dim is transformed after the others."""
+    *others, last = dims
+    between = _fft_c2c(x, others) if others else x
+    shape = list(x.shape)
+    shape[last] = last_dim_size
+    return _transformed(x.dtype.to_real(), shape, between.stride(), [last])
+
+
+def _by_stride(x: Tensor, dims: Sequence[int]) -> list[int]:
+    return sorted(dims, key=x.stride, reverse=True)
+
+
+def _transformed(
+    dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], dims: Sequence[int]
+) -> Tensor:
+    """A Fourier transform of a tensor of some strides: MKL puts its dims, in order, innermost.
+
+    The others are in the order of their strides. What std::partition does to those whose strides
+    are alike is done here too.
+    """
+    if not torch.backends.mkl.is_available():
+        return torch.empty(shape, dtype=dtype, device="meta")
+    num_others = len(shape) - len(dims)
+    moved = (d for d in reversed(range(num_others, len(shape))) if d not in dims)
+    others = [next(moved) if d in dims else d for d in range(num_others)]
+    order = [*sorted(others, key=lambda d: stride[d], reverse=True), *dims]
+    in_order = torch.empty([shape[d] for d in order], dtype=dtype, device="meta")
+    return in_order.permute([order.index(d) for d in range(len(shape))])
+
+
 REPLACED: dict[torch._ops.OpOverload, Callable[..., Tensor]] = {
-    aten._grouped_mm.default: grouped_mm
+    aten._fft_c2c.default: _fft_c2c,
+    aten._fft_c2r.default: _fft_c2r,
+    aten._fft_r2c.default: _fft_r2c,
+    aten._grouped_mm.default: grouped_mm,
 }
-"""Operations whose meta kernels refuse what the CPU kernel takes, and what says the result."""
+"""Operations whose meta kernels refuse what the CPU kernel takes, and what says the result.
+
+Those of Fourier transforms do in torch 2.11.
+"""
 
 
 def corrected(op: torch._ops.OpOverload, arguments: dict[str, Any], results: Any) -> Any:
@@ -258,9 +309,6 @@ _CORRECTIONS: dict[torch._ops.OpOverload, Callable[[dict[str, Any], _Results], _
     aten.sort.stable: _like_first,
     aten.convolution.default: _asked_for_cpu(aten.convolution.default),
     aten.convolution_backward.default: _asked_for_cpu(aten.convolution_backward.default),
-    aten._fft_c2c.default: _asked_for_cpu(aten._fft_c2c.default),
-    aten._fft_c2r.default: _asked_for_cpu(aten._fft_c2r.default),
-    aten._fft_r2c.default: _asked_for_cpu(aten._fft_r2c.default),
     aten._linalg_svd.default: _asked_for_cpu(aten._linalg_svd.default),
     aten.linalg_eig.default: _asked_for_cpu(aten.linalg_eig.default),
     aten.nonzero_static.default: _asked_for_cpu(aten.nonzero_static.default),

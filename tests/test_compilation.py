@@ -186,17 +186,38 @@ def test_one_row_of_a_linear_layer_and_attention() -> None:
 
 
 def test_a_failure_names_the_operations_and_the_line() -> None:
-    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return torch.div(x + 1, y * 2, rounding_mode="floor") - 1
+    def f(x: torch.Tensor, size: int) -> torch.Tensor:
+        return (x + 1).expand(size) * 2 - 1
 
     jitted = dtorch.jit(f, compile=True)
-    ones = dtorch.ones(3, dtype=torch.int64)
-    assert jitted(ones, ones).tolist() == [0, 0, 0]
+    one = dtorch.ones(1)
+    assert jitted(one, 3).tolist() == [3, 3, 3]
     with pytest.raises(dtorch.errors.WorkerError, match="compiled as one") as raised:
-        jitted(ones, ones * 0).to_torch()
-    for part in ("aten.add.Tensor", "aten.div.Tensor_mode", "test_compilation.py", "ZeroDivision"):
+        jitted(one, 2**50).to_torch()
+    for part in ("aten.add.Tensor", "aten.mul.Tensor", "test_compilation.py", "RuntimeError"):
         assert part in str(raised.value)
-    assert jitted(ones, ones).tolist() == [0, 0, 0]
+    assert jitted(one, 3).tolist() == [3, 3, 3]
+
+
+DIVISIONS = {
+    "floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "fmod": torch.fmod,
+    "remainder": torch.remainder,
+    "remainder of a number": lambda x, y: torch.remainder(5, y),
+}
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_a_division_of_integers_by_zero_raises(name: str) -> None:
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return DIVISIONS[name](x + 1, y * 2) - 1
+
+    jitted, plain = dtorch.jit(f, compile=True), torch.ones(3, dtype=torch.int64)
+    ones = dtorch.tensor(plain)
+    assert torch.equal(jitted(ones, ones).to_torch(), f(plain, plain))
+    with pytest.raises(dtorch.errors.WorkerError, match="ZeroDivision"):
+        jitted(ones, ones * 0).to_torch()
 
 
 @pytest.mark.usefixtures("fresh")
