@@ -44,6 +44,9 @@ def as_meta_kernel_takes(op: torch._ops.OpOverload, args: list[Any]) -> list[Any
     Args:
         op: The operation.
         args: Its positional arguments, meta tensors among them.
+
+    Raises:
+        TypeError: The CPU kernel does not take them, although the meta kernel may.
     """
     change = _CHANGES.get(op)
     return args if change is None else change(*args)
@@ -56,6 +59,13 @@ def _with_long_target(x: Tensor, target: Tensor, *rest: Any) -> list[Any]:
 
 def _with_long_target_after(grad: Tensor, *rest: Any) -> list[Any]:
     return [grad, *_with_long_target(*rest)]
+
+
+def _with_whole_indices(weight: Tensor, indices: Tensor, *rest: Any) -> list[Any]:
+    """The meta kernel of torch 2.11 takes any."""
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices are int32 or int64, not {indices.dtype}")
+    return [weight, indices, *rest]
 
 
 def _norm_of_some(x: Tensor, ord: float = 2, dim: Any = None, *rest: Any) -> list[Any]:
@@ -76,6 +86,7 @@ _CHANGES: dict[torch._ops.OpOverload, Callable[..., list[Any]]] = {
     aten._foreach_addcdiv_.Tensor: _with_scalars_on_cpu,
     aten._foreach_addcmul.Tensor: _with_scalars_on_cpu,
     aten._foreach_addcmul_.Tensor: _with_scalars_on_cpu,
+    aten.embedding.default: _with_whole_indices,
     aten.nll_loss_forward.default: _with_long_target,
     aten.nll_loss2d_forward.default: _with_long_target,
     aten.nll_loss_backward.default: _with_long_target_after,

@@ -66,6 +66,19 @@ def test_gradients_have_the_shape_of_their_argument() -> None:
     agrees(aten.binomial.default, torch.full((2, 3), 4.0), torch.rand(2, 3))
 
 
+@pytest.mark.parametrize("kind", ["c2c", "r2c", "c2r"])
+def test_strides_of_fourier_transforms(kind: str) -> None:
+    drawn, op = random.Random(0), getattr(aten, f"_fft_{kind}").default
+    dtype = torch.float32 if kind == "r2c" else torch.complex64
+    for _ in range(200):
+        shape = [drawn.choice([1, 1, 2, 3, 4]) for _ in range(drawn.randint(1, 5))]
+        x = torch.zeros(shape, dtype=dtype).permute(drawn.sample(range(len(shape)), len(shape)))
+        dims = drawn.sample(range(x.ndim), drawn.randint(1, x.ndim))
+        last: Any = 2 * x.shape[dims[-1]] - 1 if kind == "c2r" else drawn.random() < 0.5
+        result = op(x, dims, 0, last)
+        assert described(infer(op, [spec_of(x), dims, 0, last], {})) == described(result)
+
+
 class Recorded(TorchDispatchMode):
     """Records each operation that is called with what its kernel gives."""
 

@@ -41,6 +41,7 @@ def test_each_says_what_it_shows_and_how_to_run_it(example: Path) -> None:
 
 
 def test_llama_with_its_own_model() -> None:
+    pytest.importorskip("safetensors")
     out = run("examples/llama.py", "--max-new-tokens", "40")
     text, _, rest = out.partition("\n\n")
     assert len(text) > 20 and "tokens/s" in rest
@@ -49,6 +50,7 @@ def test_llama_with_its_own_model() -> None:
 
 
 def test_llama_prints_the_same_text_on_every_mesh() -> None:
+    pytest.importorskip("safetensors")
     texts = {
         run("examples/llama.py", "--max-new-tokens", "30", "--mesh", mesh).partition("\n\n")[0]
         for mesh in ("tp=1", "dp=2,tp=2")
@@ -57,6 +59,8 @@ def test_llama_prints_the_same_text_on_every_mesh() -> None:
 
 
 def test_llama_with_a_model_a_prompt_and_a_temperature(shared: Callable[[str], Path]) -> None:
+    pytest.importorskip("safetensors")
+    pytest.importorskip("tokenizers")
     folder = shared("models/stories260K")
     arguments = ["examples/llama.py", "--model", folder, "--mesh", "tp=2", "--max-new-tokens", "24"]
     begin = time.monotonic()
@@ -82,6 +86,8 @@ def test_llama_with_a_model_a_prompt_and_a_temperature(shared: Callable[[str], P
 def test_llama_says_what_is_wrong_with_an_argument(
     argument: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if argument.startswith("--prompt"):  # only then is the model read
+        pytest.importorskip("safetensors")
     llama = load_example()
     monkeypatch.setattr(sys, "argv", ["llama.py", argument])
     with pytest.raises(SystemExit, match=r".") as found:
@@ -95,10 +101,12 @@ def test_llama_takes_spaces_in_a_mesh() -> None:
 
 
 def test_train_llama_starts(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
     assert "usage" in run("examples/train_llama.py", "--help")
 
 
 def test_sd3_makes_the_same_image_on_a_mesh(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
     out = run("examples/sd3.py", "--out", tmp_path)
     assert "PyTorch and dtorch on one device: the images are the same, bit for bit" in out
     assert re.search(
@@ -109,6 +117,7 @@ def test_sd3_makes_the_same_image_on_a_mesh(tmp_path: Path) -> None:
 
 
 def test_sd3_reads_a_pipeline_from_its_folder(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
     sys.path.insert(0, str(ROOT / "examples"))
     try:
         importlib.import_module("sd3").small_pipeline().save_pretrained(tmp_path / "model")

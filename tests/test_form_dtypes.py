@@ -91,6 +91,13 @@ CALLS = {
     ),
 }  # fmt: skip
 
+HALF, WHOLE = {torch.float16, torch.bfloat16}, {torch.uint8, torch.int32, torch.int64}
+# Of each, what the kernel of torch 2.11 does not take yet, and the same by what it does take.
+NEWER = {
+    aten.trace.default: (lambda d, _: d in HALF, lambda x, _: x.diagonal().sum()),
+    aten.nansum.default: (lambda _, d: d in WHOLE, lambda x, d: aten.sum(x, [0], dtype=d)),
+}
+
 
 def row(x, dtype):
     return x.select(0, 1).clone().to(dtype)
@@ -123,6 +130,9 @@ def test_raises_or_equals_as_torch(op):
         others = {dtype, torch.int64, torch.int32, torch.float32, torch.float64, torch.uint8}
         for other in sorted(others, key=str):
             expected = outcome(CALLS[op], X.to(dtype), other)
+            if op in NEWER and isinstance(expected, NotImplementedError):
+                is_newer, same = NEWER[op]
+                expected = outcome(same, X.to(dtype), other) if is_newer(dtype, other) else expected
             got = outcome(CALLS[op], spread(X.to(dtype), PAIR, [S(0)]), other)
             if not _agree(got, expected):
                 differing.append((dtype, other, got, expected))

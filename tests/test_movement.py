@@ -64,7 +64,12 @@ def test_gradients_equal_torch(name):
         result = CALLS[name](x)
         return (result * torch.arange(result.numel()).view(result.shape).sin()).sum()
 
-    expected = torch.func.grad(loss)(x)
+    try:
+        expected = torch.func.grad(loss)(x)
+    except RuntimeError as error:
+        if name != "narrow" or "derivative for aten::narrow_copy" not in str(error):
+            raise
+        pytest.skip(f"torch {torch.__version__}: {error}")
     for mesh, placements in sample(LAYOUTS[:5], 3, len(name)):
         found = dtorch.grad(loss)(spread(x, mesh, placements))
         torch.testing.assert_close(found.to_torch(), expected, rtol=1e-6, atol=1e-6)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtorch
 from dtorch import Partial, Replicate, Shard
@@ -650,6 +651,18 @@ def reshaped_in_place(x: Any) -> Any:
     return y, z.sum(0)
 
 
+class Called(TorchDispatchMode):
+    """Notes which operations are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: set[Any] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.add(op)
+        return op(*args, **kwargs or {})
+
+
 COMPOSITES: list[Callable[[Any], Any]] = [
     lambda x: x.quantile(0.3, 1),
     lambda x: torch.view_as_real(
@@ -663,7 +676,10 @@ COMPOSITES: list[Callable[[Any], Any]] = [
 @pytest.mark.parametrize("number", range(len(COMPOSITES)))
 def test_shapes_changed_in_place_inside_a_call(number: int) -> None:
     x = torch.rand(4, 6)
-    expected = COMPOSITES[number](x.clone())
+    with Called() as called:
+        expected = COMPOSITES[number](x.clone())
+    if number == 0 and torch.ops.aten.equal.default in called.ops:
+        pytest.skip(f"quantile of torch {torch.__version__} reads the values of its argument")
     mine = dtorch.Tensor(x, device_mesh=dtorch.DeviceMesh("cpu", [0, 1]), placements=[Shard(0)])
     found = dtorch.jit(COMPOSITES[number])(mine)
     assert found.shape == expected.shape
