@@ -10,7 +10,7 @@ ARGS ?=
 
 BIN := .venv/bin
 # Two tests at a time.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+PYTEST := -m pytest -n 2 --dist loadgroup
 comma := ,
 CHECK_PYTHON := import sys; \
 	sys.exit(None if sys.version_info >= (3, 11) else \
@@ -54,8 +54,8 @@ demo: native
 # Everything on the native executor, with a fifth of the layouts that pytest alone samples; then on
 # the Python one what may depend on it, with a tenth of them.
 test: lint native
-	DTORCH_SWEEP=0.2 $(PYTEST) $(ARGS)
-	DTORCH_EXECUTOR=python DTORCH_SWEEP=0.1 $(PYTEST) -m 'not once' $(ARGS)
+	DTORCH_SWEEP=0.2 $(BIN)/python $(PYTEST) $(ARGS)
+	DTORCH_EXECUTOR=python DTORCH_SWEEP=0.1 $(BIN)/python $(PYTEST) -m 'not once' $(ARGS)
 
 lint: .venv
 	$(BIN)/ruff check
@@ -66,12 +66,15 @@ lint: .venv
 quick: .venv
 	$(BIN)/python -m pytest tests/test_layering.py tests/test_quickstart.py
 
-# The core tests under another torch, in an environment of its own without the models' packages:
-# the tests that need those skip themselves.
+# The core tests under another torch, on both executors, in an environment of its own without the
+# models' packages: the tests that need those skip themselves.
 test-torch:
 	@test -n '$(VERSION)' || { echo 'usage: make test-torch VERSION=2.11.0' >&2; exit 2; }
 	$(call install,.venv-torch-$(VERSION),torch==$(VERSION),test)
-	.venv-torch-$(VERSION)/bin/python -m pytest $(ARGS)
+	-@.venv-torch-$(VERSION)/bin/python -m dtorch.build
+	DTORCH_SWEEP=0.1 .venv-torch-$(VERSION)/bin/python $(PYTEST) $(ARGS)
+	DTORCH_EXECUTOR=python DTORCH_SWEEP=0.1 .venv-torch-$(VERSION)/bin/python $(PYTEST) \
+		-m 'not once' $(ARGS)
 
 clean:
 	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .ruff_cache
