@@ -44,10 +44,10 @@ def memory_stats(mesh: DeviceMesh) -> dict[Device, DeviceMemory]:
         mesh: The mesh.
 
     Example:
-        >>> mesh = DeviceMesh("cpu", [5, 6])
+        >>> mesh = DeviceMesh("cpu", [501, 502])
         >>> x = dtorch.zeros(3, device_mesh=mesh, placements=[dtorch.Shard(0)])
         >>> {str(device): memory.held for device, memory in memory_stats(mesh).items()}
-        {'cpu:5': 8, 'cpu:6': 4}
+        {'cpu:501': 8, 'cpu:502': 4}
     """
     held: dict[Device, dict[Any, int]] = {device: {} for device in mesh.devices}
     for tensor in [o for o in gc.get_objects() if type(o) is Tensor]:

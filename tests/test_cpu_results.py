@@ -131,7 +131,7 @@ def test_inference_agrees_with_every_kernel_of_the_operator_database() -> None:
             continue
         grad = entry.supports_autograd
         samples = list(entry.sample_inputs("cpu", torch.float32, requires_grad=grad))
-        for sample in drawn.sample(samples, min(len(samples), 2)):
+        for sample in drawn.sample(samples, min(len(samples), 1)):
             for change in (lambda value: value, other_strides, channels_last):
                 given = (sample.input, sample.args, sample.kwargs)
                 x, args, kwargs = optree.tree_map(change, given, none_is_leaf=True)

@@ -14,20 +14,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ShutdownError
 from ..lowering import (
     LocalCall,
     LocalProgram,
     LocalShow,
     LocalStep,
     PerDevice,
-    live_before,
+    slots_read,
+    slots_written,
 )
 from ..mesh import Device, DeviceMesh
-from ..program import Ref, ScalarRef, SourceLine
+from ..program import Ref, ScalarRef
 from ..source import Site, line_at
 from . import collectives, peers, streams, timeline
 from .collectives import Meeting, Round
+from .failures import failure_of, stopped_failure
 from .shards import Borrowed, Failure, Launched, Shards, order_caller, written_to
 from .streams import Lane, Lanes, Launch
 from .timeline import Phase, Span
@@ -310,10 +311,7 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
     only = outputs[0] if single else None
     nested = len(call.op._schema.returns) > 1 and _returns_lists(call.op)
     device = call.mesh.torch_device(index)
-    reads = tuple(s for s in collect_slots((args, list(kwargs.values()))))
-    results = tuple(s for s in outputs if s is not None)
-    if draws is not None:
-        reads, results = (*reads, draws[0]), (*results, draws[1])
+    reads, results = slots_read(call), slots_written(call)
 
     def action(frame: _Frame) -> None:
         slots = frame.slots
@@ -396,64 +394,9 @@ def _filler(value: Any) -> Callable[[_Frame], Any] | None:
     return None
 
 
-def collect_slots(tree: Any) -> list[int]:
-    """Returns the slots that bound arguments read."""
-    if type(tree) is Ref:
-        return [tree.id]
-    if type(tree) in (list, tuple) and type(tree) is not ScalarRef:
-        return [s for item in tree for s in collect_slots(item)]
-    return []
-
-
 def _failure(program: LocalProgram, origin: int, frame: _Frame, error: BaseException) -> Failure:
     device, line = str(frame.state.device), line_at(frame.call.site)
     return failure_of(program, origin, device, line, error)
-
-
-def failure_of(
-    program: LocalProgram, origin: int, device: str, site: SourceLine | None, error: BaseException
-) -> Failure:
-    """Returns the failure of an instruction.
-
-    Args:
-        program: The program that ran.
-        origin: The number of its global instruction.
-        device: Where it ran.
-        site: The user's line that made the call.
-        error: What the kernel raised.
-    """
-    instruction, source = program.texts[origin], program.sources[origin]
-    lines = [f"{type(error).__name__} on {device}: {error}"]
-    lines.append(f"  instruction  {instruction}")
-    if source is not None:
-        lines.append(f"  written at   {source}")
-    if site is not None and site != source:
-        lines.append(f"  called at    {site}")
-    if isinstance(error, torch.OutOfMemoryError):
-        lines += _largest_values(program, origin)
-    lines.append("  Every value that depends on it is lost; the workers go on.")
-    return Failure("\n".join(lines), error)
-
-
-def _largest_values(program: LocalProgram, origin: int) -> list[str]:
-    """What a device holds while an instruction runs, for the message that its memory is full."""
-    live = live_before(program, origin)
-    sizes = {value: program.specs[value].num_local_bytes for value in live}
-    largest = sorted(live, key=lambda value: -sizes[value])[:_NUM_LARGEST]
-    lines = [f"  held there   {_mib(sum(sizes.values()))} in {len(live)} values of this program"]
-    for value in largest:
-        made = live[value]
-        what = f"an input, {program.specs[value]!r}" if made is None else program.texts[made]
-        source = None if made is None else program.sources[made]
-        lines.append(f"    {_mib(sizes[value])}  {what}" + (f"  {source}" if source else ""))
-    return lines
-
-
-_NUM_LARGEST = 5
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
 
 
 # -- redistribution ------------------------------------------------------------------------
@@ -554,9 +497,3 @@ def _event_of(frame: _Frame) -> Any:
 
 def _plain(part: Any) -> Any:
     return part if type(part) is Failure else part.resolve_conj().resolve_neg()
-
-
-def stopped_failure() -> Failure:
-    """Returns the failure of values that were pending when the workers were stopped."""
-    message = "the dtorch workers were stopped before this value was computed."
-    return Failure(message, ShutdownError(message))

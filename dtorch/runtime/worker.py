@@ -25,6 +25,7 @@ from ..mesh import Device
 from ..source import user_site
 from . import executor, local_calls, timeline
 from .executor import Call, DeviceState, Executable
+from .failures import stopped_failure
 from .shards import Failure, Shards
 from .timeline import Doing
 
@@ -120,7 +121,7 @@ def start_client_team() -> None:
 
 
 def _abandon(call: Call) -> None:
-    failure = executor.stopped_failure()
+    failure = stopped_failure()
     for shards in call.outputs:
         for index in range(len(shards)):
             if not shards.is_ready((index,)):

@@ -528,8 +528,11 @@ class CallCache {
     Site site;
     if (target) {  // found first, which may run Python: from reading to writing, no other thread may
       std::vector<PyObject*> met = key.leaves;
+      auto before = specs_read(*entry, met);
       site = user_site();
       key.leaves = std::move(met);
+      // Another thread has reduced or changed a tensor since the key was made of it.
+      if (specs_read(*entry, key.leaves) != before) return py::object();
     }
     // A write that others may see, or into another layout, is Python's.
     bool is_simple = entry->program && (!target || (!target->aliases && !target->is_inference() &&
@@ -555,9 +558,10 @@ class CallCache {
     for (auto [is_output, number] : entry->results) {
       if (!is_output) results.push_back(py::reinterpret_borrow<py::object>(key.leaves[number]));
     }
-    c10::SmallVector<std::pair<int, py::object>, 1> partial;
+    c10::SmallVector<std::tuple<int, py::object, ShardsPtr>, 1> partial;
     for (auto [output, leaf] : entry->reduced) {
-      partial.emplace_back(output, py::reinterpret_borrow<py::object>(key.leaves[leaf]));
+      partial.emplace_back(output, py::reinterpret_borrow<py::object>(key.leaves[leaf]),
+                           wrapper_of(key.leaves[leaf])->shards);
     }
     c10::SmallVector<std::pair<py::object, ShardsPtr>, 1> linked;
     for (const auto& [result, leaf, path] : entry->links) {
@@ -583,10 +587,11 @@ class CallCache {
       }
       next++;
     }
-    for (auto& [output, leaf] : partial) {
+    for (auto& [output, leaf, read] : partial) {
       if (wrapper_of(leaf.ptr()) == target) continue;  // what it was before the write
       py::object complete = wrap(*entry->forms[output], call->outputs[output], tensor_type);
-      leaf.attr("_reduced") = complete;
+      // Unless another thread has written to it meanwhile.
+      if (wrapper_of(leaf.ptr())->shards == read) leaf.attr("_reduced") = complete;
     }
     for (size_t i = 0; i < linked.size(); i++) {
       const auto& [result, leaf, path] = entry->links[i];
@@ -606,6 +611,15 @@ class CallCache {
     }
     dispatched(since, kind(), call.get());
     return result;
+  }
+
+  // The specs of the leaves that a program takes, as it reads them.
+  static std::vector<PyObject*> specs_read(const Entry& entry, const std::vector<PyObject*>& leaves) {
+    std::vector<PyObject*> found;
+    for (int input : entry.inputs) {
+      if (input >= 0) found.push_back(spec_of(wrapper_of(leaves[input])));
+    }
+    return found;
   }
 
   Dispatched kind() const { return ints_are_dynamic_ ? Dispatched::kEager : Dispatched::kJit; }

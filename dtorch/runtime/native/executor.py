@@ -24,7 +24,7 @@ from ...mesh import Device, DeviceMesh
 from ...program import Ref, ScalarRef, SourceLine
 from ...source import is_library
 from .. import collectives, local_calls, peers, streams, timeline
-from ..executor import failure_of, stopped_failure
+from ..failures import failure_of, stopped_failure
 from ..shards import Borrowed, Failure, written_to
 from ..timeline import Phase, Recorder, Span
 from ..worker import start_client_team, thread_setters, would_wait_for_itself
