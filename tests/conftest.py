@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not ONCE.isdisjoint({item.path.stem, item.path.parent.name}):
             item.add_marker(pytest.mark.once)
+        if item.path.stem == "huggingface" and not importlib.util.find_spec("transformers"):
+            item.add_marker(pytest.mark.skip(reason="its doctest needs transformers"))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="torch.cuda.is_available() is false")
