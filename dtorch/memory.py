@@ -44,6 +44,7 @@ def memory_stats(mesh: DeviceMesh) -> dict[Device, DeviceMemory]:
         mesh: The mesh.
 
     Example:
+        >>> import dtorch
         >>> mesh = DeviceMesh("cpu", [501, 502])
         >>> x = dtorch.zeros(3, device_mesh=mesh, placements=[dtorch.Shard(0)])
         >>> {str(device): memory.held for device, memory in memory_stats(mesh).items()}
