@@ -40,7 +40,8 @@ def cases(options: Options) -> Iterator[Case]:
             yield Case(f"{title}, {subject}", measure, rivals, bound, unit="B", warm_ups=0)
     if not options.quick:
         yield ring(options)
-        yield split(options, "small")
+        yield split(options, "small", {ONE_DEVICE: 0.35})
+        yield split(options, "realistic", {})
 
 
 def ring(options: Options) -> Case:
@@ -51,13 +52,13 @@ def ring(options: Options) -> Case:
     return Case(title, ours.measure("live"), rivals, {GATHERED: 0.5}, unit="B", warm_ups=0)
 
 
-def split(options: Options, size: str) -> Case:
+def split(options: Options, size: str, targets: dict[str, float]) -> Case:
     """The activations of SD3's transformer on 4 devices, a device, beside those on one."""
     one, four = (Peaks(f"{size}, {n} devices{ACTIVATIONS}", "dtorch", options) for n in (1, 4))
     together = four.measure("live")
     title = f"activations, sd3, {size}, ulysses_cp=4, a device"
     rivals = {ONE_DEVICE: one.measure("live")}
-    return Case(title, lambda: together() / 4, rivals, {ONE_DEVICE: 0.35}, unit="B", warm_ups=0)
+    return Case(title, lambda: together() / 4, rivals, targets, unit="B", warm_ups=0)
 
 
 class Peaks:

@@ -10,6 +10,7 @@ Names, arguments and meaning are those of `jax.lax`; a tree of tensors stands wh
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -332,7 +333,7 @@ def _check_permutation(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Collective:
+class _Collective(abc.ABC):
     """A linear collective over mesh axes."""
 
     axes: tuple[int, ...]
@@ -346,16 +347,18 @@ class _Collective:
         shown = f"{dtype_name(x.dtype)}{list(x.shape)}"
         return f"{name}({', '.join([shown, place.names(self.axes), *options])})"
 
-    def _words(self) -> Sequence[str]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _words(self) -> Sequence[str]: ...
 
+    @abc.abstractmethod
     def joined(self, parts: list[Tensor], index: int) -> Tensor:
         """Returns the result of the device with an index, in new memory."""
-        raise NotImplementedError
+        ...
 
+    @abc.abstractmethod
     def transposed(self) -> _Collective:
         """Returns the collective that takes the result's gradient to that of the operand."""
-        raise NotImplementedError
+        ...
 
 
 class _Node(torch.autograd.Function):
