@@ -14,7 +14,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 import numpy
@@ -27,8 +27,9 @@ from .compilation import compile_stretches
 from .compiled import Compiled, submit_program
 from .dispatch import as_distributed
 from .errors import TraceError
+from .graphs import capture_parts
 from .infer import settings
-from .lowering import lower
+from .lowering import LocalProgram, lower
 from .memo import MISSED
 from .mesh import DeviceMesh
 from .placement import complete
@@ -63,20 +64,38 @@ class Static:
         return hash(exact(self.value))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Passes:
+    """What is done with a traced program before it runs: the options of `jit` of these names."""
+
+    compile: bool = False
+    cuda_graph: bool = False
+
+    def __bool__(self) -> bool:
+        return self.compile or self.cuda_graph
+
+    def __call__(
+        self, local: LocalProgram, program: Program, donated: Collection[int] = ()
+    ) -> LocalProgram:
+        """Returns a local program as it is to run, whose caller gives up some inputs."""
+        local = compile_stretches(local, program) if self.compile else local
+        return capture_parts(local, donated) if self.cuda_graph else local
+
+
 class _Traced:
     """What every `jit` of one function with the same options shares.
 
     Attributes:
         cache: The programs.
         modules: The modules that the function has been seen to call.
-        compiles: Whether the programs are compiled.
+        passes: What is done with the programs.
     """
 
-    def __init__(self, capacity: int, compiles: bool) -> None:
+    def __init__(self, capacity: int, passes: _Passes) -> None:
         self.cache = Cache(capacity)
         self.calls = memo.call_cache(ints_are_dynamic=False, capacity=capacity)
         self.modules: list[weakref.ref[torch.nn.Module]] = []
-        self.compiles = compiles
+        self.passes = passes
         self._known: dict[Hashable, Hashable] = {}
 
     def flags(self) -> Hashable:
@@ -84,10 +103,10 @@ class _Traced:
 
         They are the training flags of the modules, and for compiled code the number of threads.
         """
-        if not self.modules and not self.compiles:
+        if not self.modules and not self.passes.compile:
             return ()
         flags = tuple(m.training for r in self.modules if (m := r()) is not None)
-        if self.compiles:
+        if self.passes.compile:
             flags = (*flags, torch.get_num_threads())
         return self._known.setdefault(flags, flags)
 
@@ -99,14 +118,14 @@ _traced_lock = threading.Lock()
 
 
 def _traced_of(
-    function: Callable[..., Any], options: Hashable, capacity: int, compiles: bool
+    function: Callable[..., Any], options: Hashable, capacity: int, passes: _Passes
 ) -> _Traced:
     try:
         with _traced_lock:
             shared = _traced.setdefault(function, {})
-            return shared.setdefault((options, compiles), _Traced(capacity, compiles))
+            return shared.setdefault((options, passes), _Traced(capacity, passes))
     except TypeError:  # not hashable, or no weak references to it
-        return _Traced(capacity, compiles)
+        return _Traced(capacity, passes)
 
 
 class JitFunction(Generic[_P, _R]):
@@ -120,6 +139,7 @@ class JitFunction(Generic[_P, _R]):
         donate_argnums: int | Sequence[int],
         maxsize: int,
         compile: bool,
+        cuda_graph: bool = False,
         mesh: DeviceMesh | None = None,
     ) -> None:
         if not callable(function):
@@ -131,7 +151,7 @@ class JitFunction(Generic[_P, _R]):
         self._donated = _checked_numbers(function, "donate_argnums", donate_argnums)
         self._mesh = mesh  # where plain tensors go, if that does not follow from the others
         options = (self._static_argnums, self._static_argnames, self._donated, maxsize)
-        self._traced = _traced_of(function, options, maxsize, compile)
+        self._traced = _traced_of(function, options, maxsize, _Passes(compile, cuda_graph))
         # Of a static argument, a `CallCache` would take a float to be a run-time value.
         self._is_remembered = not (self._static_argnums or self._static_argnames)
 
@@ -242,10 +262,11 @@ class JitFunction(Generic[_P, _R]):
                     built = _compile_with_grad(self._call, arguments, treespec, static, wants)
                 else:
                     built = compile_call(self._call, arguments, treespec, static, self._name)
-            if not self._traced.compiles:
+            if not self._traced.passes:
                 return built
             with timeline.noted(Doing.COMPILE, self._name):
-                return _with_stretches(built[0]), built[1]
+                donated = self._donated_leaves(treespec)
+                return _passed(built[0], self._traced.passes, donated), built[1]
 
         before = self._traced.flags()
         entry, static = lookup(self._traced.cache, key, arguments, build)
@@ -257,6 +278,16 @@ class JitFunction(Generic[_P, _R]):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _without_static(args), {k: _plain(v) for k, v in kwargs.items()}
         return self._function(*args, **kwargs)
+
+    def _donated_leaves(self, treespec: Any) -> set[int]:
+        """The numbers of the leaves of a call that are donated."""
+        first, donated = 0, set[int]()
+        children = treespec.children()[0].children()  # of the positional arguments
+        for number, child in enumerate(children):
+            if number in _from_start(self._donated, len(children)):
+                donated |= set(range(first, first + child.num_leaves))
+            first += child.num_leaves
+        return donated
 
     def _give_away(self, args: tuple[Any, ...], results: Sequence[Any]) -> None:
         returned = {id(r) for r in results}
@@ -421,6 +452,7 @@ def jit(
     donate_argnums: int | Sequence[int] = (),
     maxsize: int = 256,
     compile: bool = False,
+    cuda_graph: bool = False,
 ) -> JitFunction[_P, _R]: ...
 
 
@@ -433,6 +465,7 @@ def jit(
     donate_argnums: int | Sequence[int] = (),
     maxsize: int = 256,
     compile: bool = False,
+    cuda_graph: bool = False,
 ) -> Callable[[Callable[_P, _R]], JitFunction[_P, _R]]: ...
 
 
@@ -444,6 +477,7 @@ def jit(
     donate_argnums: int | Sequence[int] = (),
     maxsize: int = 256,
     compile: bool = False,
+    cuda_graph: bool = False,
 ) -> Any:
     """Returns a function that runs as one program, traced at its first call.
 
@@ -465,6 +499,11 @@ def jit(
             minutes; code is kept on disk, and repeated layers are compiled once. Floating-point
             results may differ in their last places; other results, shapes and strides do not. What
             cannot be compiled runs as it is, and a warning says so.
+        cuda_graph: On CUDA devices, capture what lies between points that the host sees (devices
+            that meet, random numbers, run-time numbers) and launch it as one graph, after two
+            calls with a key as usual. Tensors that are in the same memory in these calls, as
+            parameters are, are read where they are; others are copied in, and results out. What
+            cannot be captured runs as it is, and a line on the standard error output says so once.
 
     Raises:
         TypeError: `function` cannot be called, or an option is of another type.
@@ -484,16 +523,24 @@ def jit(
         raise ValueError(f"maxsize must be at least 1, not {maxsize}.")
 
     def wrap(f: Callable[_P, _R]) -> JitFunction[_P, _R]:
-        return JitFunction(f, static_argnums, static_argnames, donate_argnums, maxsize, compile)
+        return JitFunction(
+            f, static_argnums, static_argnames, donate_argnums, maxsize, compile, cuda_graph
+        )
 
     return wrap if function is None else wrap(function)
 
 
-def _with_stretches(entry: Any) -> Any:
-    """Returns a traced call with its programs compiled."""
+def _passed(entry: Any, passes: _Passes, donated: Collection[int] = ()) -> Any:
+    """Returns a traced call with its programs as they are to run, some leaves being donated."""
     if isinstance(entry, _Differentiable):
-        return entry.compiled()
-    executable = Executable(compile_stretches(entry.executable.program, entry.program))
+        return entry.passed(passes)
+    kept = {o.item for o in entry.outputs if o.kind == "leaf"}
+    kept |= {o.leaf[0] for o in entry.outputs if o.kind == "alias" and type(o.leaf[0]) is int}
+    kept |= {source.item for _, source in entry.mutated if source.kind == "leaf"}
+    inputs = zip(entry.program.inputs, entry.sources, strict=True)
+    given = {v for v, s in inputs if s.kind == "leaf" and s.item in set(donated) - kept}
+    given -= set(entry.program.outputs)
+    executable = Executable(passes(entry.executable.program, entry.program, given))
     return dataclasses.replace(entry, executable=executable)
 
 
@@ -602,19 +649,18 @@ class _Differentiable:
         self._backwards: dict[tuple[Spec | None, ...], _Backward | None] = {self._specs: backward}
         # One result without dims has no strides to differ in, so its graph is not kept.
         self._graph = graph if len(graph.specs) > 1 or any(s.shape for s in graph.specs) else None
-        self._compiles = False
+        self._passes = _Passes()
 
-    def compiled(self) -> _Differentiable:
-        """Returns the call with its programs compiled."""
-        self.forward = _with_stretches(self.forward)
-        self._compiles = True
+    def passed(self, passes: _Passes) -> _Differentiable:
+        """Returns the call with its programs as they are to run."""
+        self.forward = _passed(self.forward, passes)
+        self._passes = passes
         self._first = self._lowered(self._first.program, self._first.grads_of)
         self._backwards = {self._specs: self._first}
         return self
 
     def _lowered(self, program: Program, grads_of: tuple[int, ...]) -> _Backward:
-        local = lower(program)
-        local = compile_stretches(local, program) if self._compiles else local
+        local = self._passes(lower(program), program)
         return _Backward(program, Executable(local), grads_of)
 
     def run(self, arguments: Arguments) -> list[Any]:

@@ -93,7 +93,7 @@ class LocalStep:
 LocalInstruction = LocalCall | LocalShow | LocalStep
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class LocalProgram:
     """What every device of a program runs.
 

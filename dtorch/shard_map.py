@@ -110,7 +110,7 @@ def shard_map(
             "  Fix: pass a dtorch.DeviceMesh as its second argument."
         )
     mapped = _Mapped(fn, mesh, in_specs, out_specs, out_shapes)
-    return JitFunction(mapped, (), (), (), 256, False, mesh)
+    return JitFunction(mapped, (), (), (), 256, compile=False, mesh=mesh)
 
 
 class _Mapped:

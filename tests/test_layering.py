@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("scalars", "source"),
     ("builder",),
     ("runtime",),
-    ("local_specs", "inductor", "compilation"),
+    ("local_specs", "inductor", "compilation", "graphs"),
     ("parts",),
     ("printing", "aliases", "tensor"),
     ("memory",),

@@ -9,7 +9,7 @@ collectives that its peers wait in.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +26,11 @@ from ..lowering import (
 from ..mesh import Device, DeviceMesh
 from ..program import Ref, ScalarRef
 from ..source import Site, line_at
-from . import collectives, peers, streams, timeline
+from . import collectives, lent, peers, streams, timeline
 from .collectives import Meeting, Round
 from .failures import failure_of, stopped_failure
-from .shards import Borrowed, Failure, Launched, Shards, order_caller, written_to
+from .graph_calls import run_graph
+from .shards import Borrowed, Failure, Launched, Shards, order_caller
 from .streams import Lane, Lanes, Launch
 from .timeline import Phase, Span
 
@@ -162,10 +163,18 @@ class _Frame:
             if type(part) is Failure:
                 break
             if loan.is_broken():
-                return written_to()
+                return loan.broken()
             if isinstance(part, torch.Tensor) and loan.lends(part):
-                part = Borrowed(part, loan.owner, loan.version)
+                part = Borrowed(part, loan.owner, loan.version, loan.gone)
         return part
+
+    def renew_loans(self, results: Iterable[int]) -> None:
+        """After a graph has run: what it gave is lent anew, and what it was given is gone."""
+        self.loans = [loan for loan in self.loans if loan.gone is None or not loan.is_broken()]
+        for part in map(self.slots.__getitem__, results):
+            entry = lent.entry_of(part) if isinstance(part, torch.Tensor) else None
+            if entry is not None:
+                self.loans.append(Borrowed(part, entry.owner, entry.version, entry.gone))
 
     def shown(self, part: Any, event: Any) -> Any:
         """Returns a part as others may see it, who wait for an event, if there is one."""
@@ -312,6 +321,7 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
     nested = len(call.op._schema.returns) > 1 and _returns_lists(call.op)
     device = call.mesh.torch_device(index)
     reads, results = slots_read(call), slots_written(call)
+    is_graph = call.op is run_graph
 
     def action(frame: _Frame) -> None:
         slots = frame.slots
@@ -346,6 +356,8 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
                 for s, value in zip(outputs, out, strict=True):
                     if s is not None:
                         slots[s] = value
+            if is_graph:
+                frame.renew_loans(results)
         except BaseException as error:  # a kernel in Python may raise SystemExit
             failure = _failure(program, call.origin, frame, error)
             for s in results:
@@ -407,12 +419,15 @@ def _show_action(program: LocalProgram, instruction: LocalShow, meeting: Meeting
 
     def action(frame: _Frame) -> None:
         if meeting.member is not None:
+            event = frame.events.get(instruction.input)
             try:
                 part = _plain(frame.slots[instruction.input])
+                if _is_tensor(part) and lent.entry_of(part) is not None:
+                    part = part.clone()  # a peer may be late, and the graph ahead of it
+                    event = _event_of(frame, Lane.COMPUTE)
             except Exception as error:
                 part = _failure(program, instruction.origin, frame, error)
             exchange = frame.call.exchange(key, len(meeting.group))
-            event = frame.events.get(instruction.input)
             exchange.set(meeting.member, frame.shown(part, event))
             if not meeting.rounds:
                 frame.call.leave(key, len(meeting.visitors))
@@ -435,7 +450,9 @@ def _step_action(
             else:
                 if count:
                     exchange = frame.call.exchange((*name, count), len(meeting.group))
-                    exchange.set(meeting.member or 0, frame.shown(part, _event_of(frame)))
+                    exchange.set(
+                        meeting.member or 0, frame.shown(part, _event_of(frame, Lane.COMMUNICATION))
+                    )
                 since = _clock()
                 parts = _met(frame, meeting, (*name, count), round)
                 frame.note(number, Phase.WAIT, since)
@@ -489,10 +506,10 @@ def _order_after(frame: _Frame, parts: Sequence[Any], events: Sequence[Any]) -> 
     lanes.keep(Lane.COMMUNICATION, [part for part, _ in shown])
 
 
-def _event_of(frame: _Frame) -> Any:
-    """An event for what a step has computed so far."""
+def _event_of(frame: _Frame, lane: Lane) -> Any:
+    """An event for what a lane has computed so far."""
     lanes = frame.state.lanes
-    return None if lanes is None else lanes.record(Lane.COMMUNICATION)
+    return None if lanes is None else lanes.record(lane)
 
 
 def _plain(part: Any) -> Any:

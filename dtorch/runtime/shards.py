@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import DTorchError, MutationError, WorkerError
+from . import lent
 
 _PENDING = object()
 _waiting = threading.Lock()
@@ -42,20 +43,32 @@ class Failure:
 
 
 class Borrowed:
-    """A part in memory that belongs to the caller, who must not write to it meanwhile.
+    """A part in memory that belongs to the caller, who must not write to it, or to a graph.
 
     Attributes:
         part: The local tensor.
-        owner: The caller's tensor, whose version is watched.
-        version: The owner's version when it was handed over.
+        owner: The owner's tensor, whose version is watched.
+        version: Its version when it was handed over.
+        gone: What the part is once a graph has written to it; None in memory of the caller.
     """
 
-    __slots__ = ("owner", "part", "version")
+    __slots__ = ("gone", "owner", "part", "version")
 
-    def __init__(self, part: torch.Tensor, owner: torch.Tensor, version: int | None = None) -> None:
+    def __init__(
+        self,
+        part: torch.Tensor,
+        owner: torch.Tensor,
+        version: int | None = None,
+        gone: Failure | None = None,
+    ) -> None:
         self.part = part
         self.owner = owner
         self.version = owner._version if version is None else version
+        self.gone = gone
+
+    def broken(self) -> Failure:
+        """Returns what the part is once the owner has written to it."""
+        return self.gone or written_to()
 
     def is_broken(self) -> bool:
         """Returns whether the owner has been written to since."""
@@ -94,6 +107,7 @@ def order_caller(tensor: torch.Tensor, event: Any) -> None:
     stream = torch.accelerator.current_stream(tensor.device)
     stream.wait_event(event)
     tensor.record_stream(stream)
+    lent.used(tensor, stream)
 
 
 def written_to() -> Failure:
@@ -146,6 +160,10 @@ class Shards:
         part, event = self.part(index), self.event(index)
         if event is not None and type(part) is not Failure:
             order_caller(part, event)
+        for loan in self.loans((index,)):
+            if loan.gone is not None and isinstance(part, torch.Tensor):
+                part = part.clone()  # launched while the graph had not written to it
+                return loan.gone if loan.is_broken() else part
         return part
 
     def is_done(self, indices: Sequence[int]) -> bool:
@@ -164,7 +182,7 @@ class Shards:
         if type(part) is Launched:
             part = part.part
         if type(part) is Borrowed:
-            return written_to() if part.is_broken() else part.part
+            return part.broken() if part.is_broken() else part.part
         return part
 
     def event(self, index: int) -> Any:

@@ -22,7 +22,7 @@ import torch
 
 from ..lowering import LocalProgram, LocalShow, LocalStep, slots_read, slots_written
 from ..mesh import Device
-from . import collectives
+from . import collectives, lent
 
 
 class Lane(enum.IntEnum):
@@ -162,6 +162,7 @@ class TorchLanes:
         for tensor in tensors:
             if tensor.device.type == self._type:
                 tensor.record_stream(self._streams[lane])
+                lent.used(tensor, self._streams[lane])
 
 
 def place_of(device: Device) -> torch.device | None:

@@ -13,6 +13,8 @@
 #include <thread>
 #include <unordered_map>
 
+#include "lent.h"
+
 namespace dtorch {
 
 std::atomic<bool> is_recording{false};
@@ -127,6 +129,16 @@ struct Frame {
       }
     }
     return part;
+  }
+
+  // After a graph has run: what it gave is lent anew, and what it was given is gone.
+  void renew_loans(const std::vector<int>& results) {
+    auto is_gone = [](const LoanPtr& loan) { return loan->by_graph && loan->is_broken(); };
+    loans.erase(std::remove_if(loans.begin(), loans.end(), is_gone), loans.end());
+    for (int slot : results) {
+      if (slot < 0 || !slots[slot].isTensor()) continue;
+      if (LoanPtr loan = loan_of(slots[slot].toTensor())) loans.push_back(std::move(loan));
+    }
   }
 
   FailurePtr failed(const std::vector<int>& reads) const {
@@ -267,6 +279,7 @@ void run_operation(Frame& frame, const Instruction& instruction, int place) {
         instruction.op->callBoxed(frame.stack);
       }
       take_results(frame, instruction);
+      if (C10_UNLIKELY(instruction.is_graph)) frame.renew_loans(instruction.outputs);
       if (instruction.state_after >= 0) {
         frame.slots[instruction.state_after] = frame.generator.get_state();
       }
@@ -359,6 +372,8 @@ at::Tensor join(const Round& round, const Meeting& meeting, const std::vector<Pa
   return result;
 }
 
+constexpr int kCompute = 0, kCommunication = 1;  // as `Lane` in streams.py
+
 Shards& arrive(Exchange& exchange, const Meeting& meeting) {
   Shards* found = exchange.shards.load(std::memory_order_acquire);
   if (!found) {
@@ -383,6 +398,10 @@ void run_show(Frame& frame, const Instruction& instruction) {
   try {
     part = frame.part(instruction.reads[0]);
     if (part.tensor.defined()) part.tensor = part.tensor.resolve_conj().resolve_neg();
+    if (loan_of(part.tensor)) {  // a peer may be late, and the graph ahead of it
+      part.tensor = part.tensor.clone();
+      if (frame.has_lanes()) part.event = frame.lanes->record(kCompute);
+    }
   } catch (...) {
     part = {at::Tensor(), frame.failure(instruction)};
   }
@@ -390,8 +409,6 @@ void run_show(Frame& frame, const Instruction& instruction) {
   arrive(exchange, meeting).set(meeting.member, frame.settled(std::move(part)));
   if (meeting.rounds.empty()) leave(exchange, meeting);
 }
-
-constexpr int kCompute = 0, kCommunication = 1;  // as `Lane` in streams.py
 
 // Has the lane of communication wait for what peers have shown, and keep their memory. A device
 // without lanes reads it by the streams of its own thread.

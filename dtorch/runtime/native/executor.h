@@ -51,6 +51,7 @@ struct Instruction {
   bool shows = false;                     // only begins the step: see `LocalShow` in lowering.py
   c10::optional<c10::OperatorHandle> into;  // the same operation, into a given tensor
   std::vector<int> overwritable;            // operands that are not read after it
+  bool is_graph = false;                    // the operation is dtorch::run_graph
   std::vector<Argument> args;
   std::vector<int> places;  // for each device of the program, its index in the mesh or -1
   std::vector<int> reads, outputs, frees;

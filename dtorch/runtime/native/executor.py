@@ -23,7 +23,7 @@ from ...lowering import LocalCall, LocalProgram, LocalShow, LocalStep, PerDevice
 from ...mesh import Device, DeviceMesh
 from ...program import Ref, ScalarRef, SourceLine
 from ...source import is_library
-from .. import collectives, local_calls, peers, streams, timeline
+from .. import collectives, lent, local_calls, peers, streams, timeline
 from ..failures import failure_of, stopped_failure
 from ..shards import Borrowed, Failure, written_to
 from ..timeline import Phase, Recorder, Span
@@ -317,6 +317,7 @@ def _start_waker() -> None:
 
 
 timeline.now = NATIVE.now
+lent.lend, lent.withdraw, lent.take_users = NATIVE.lend, NATIVE.withdraw, NATIVE.take_users
 NATIVE.give(
     {
         "Ref": Ref,

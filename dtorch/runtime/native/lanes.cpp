@@ -7,6 +7,8 @@
 #include <atomic>
 #include <mutex>
 
+#include "lent.h"
+
 namespace dtorch {
 
 namespace {
@@ -16,6 +18,7 @@ using c10::impl::VirtualGuardImpl;
 void keep_on(const VirtualGuardImpl& impl, const at::Tensor& tensor, const c10::Stream& stream) {
   if (tensor.defined() && tensor.has_storage() && tensor.device().type() == stream.device_type()) {
     impl.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+    note_user(tensor, stream);
   }
 }
 

@@ -10,6 +10,8 @@
 #include <deque>
 #include <unordered_map>
 
+#include "lent.h"
+
 namespace dtorch {
 
 namespace {
@@ -147,6 +149,10 @@ bool wait(Shards& shards, const py::handle& indices, const py::object& timeout) 
 Part received(const Shards& shards, size_t index) {
   Part part = shards.get(index);
   if (part.event && part.tensor.defined()) part.event->order_caller(part.tensor);
+  if (part.loan && part.loan->by_graph && part.tensor.defined()) {
+    part.tensor = part.tensor.clone();  // launched while the graph had not written to it
+    if (part.loan->is_broken()) return {at::Tensor(), part.loan->broken};
+  }
   return part;
 }
 
@@ -277,6 +283,7 @@ void add_operation(Program& program, const std::string& name, const std::string&
   made.state_before = draws.first;
   made.state_after = draws.second;
   made.origin = origin;
+  made.is_graph = name == "dtorch::run_graph";
   program.instructions.push_back(std::move(made));
 }
 
@@ -504,6 +511,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_eager(module);
   bind_compiled(module);
   module.def("give", &give);
+  module.def("lend", [](const at::Tensor& owner, const py::object& gone) {
+    lend(owner, from_python(gone));
+  });
+  module.def("withdraw", &withdraw);
+  module.def("take_users", &take_users);
   module.def("submit", &submit_program);
   module.def("mark", &mark);
   module.def("devices", &worker_devices);

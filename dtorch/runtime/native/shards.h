@@ -42,11 +42,13 @@ struct Failure {
 };
 using FailurePtr = std::shared_ptr<const Failure>;
 
-// Memory of the caller: whose version is watched, and what a part is once that has changed.
+// Memory of the caller, or of a graph: whose version is watched, and what a part is once that has
+// changed.
 struct Loan {
   at::Tensor owner;
   int64_t version;
   FailurePtr broken;
+  bool by_graph = false;
 
   bool is_broken() const {
     return owner.unsafeGetTensorImpl()->version_counter().current_version() != version;

@@ -1,0 +1,80 @@
+"""Memory that a graph gives its results in and writes to again, and which streams use it.
+
+A jitted call that is captured as a graph updates an argument that is donated to it in place: the
+result is in the graph's own memory, on loan until it is donated to the next call. Before the graph
+writes there, its stream waits for all that have used it. This is the portable executor's table; the
+native one has its own, native/lent.cpp.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(slots=True)
+class Entry:
+    """Memory on loan.
+
+    Attributes:
+        owner: The graph's own tensor in it, whose version counts what the graph writes.
+        version: Its version when it was lent.
+        gone: What a part in it is from then on, a `Failure`.
+        users: The streams that have used it since.
+    """
+
+    owner: torch.Tensor
+    version: int
+    gone: Any
+    users: list[Any] = dataclasses.field(default_factory=list)
+
+
+_lock = threading.Lock()
+_entries: dict[int, Entry] = {}  # by storage
+
+
+def lend(owner: torch.Tensor, gone: Any) -> None:
+    """Notes that what shares the memory of a tensor is on loan, until the tensor is written to."""
+    with _lock:
+        _entries[_key(owner)] = Entry(owner, owner._version, gone)
+
+
+def withdraw(owner: torch.Tensor) -> None:
+    """Forgets the memory of a tensor, which nobody writes to any more."""
+    with _lock:
+        _entries.pop(_key(owner), None)
+
+
+def entry_of(tensor: torch.Tensor) -> Entry | None:
+    """Returns what is noted of the memory of a tensor, or None."""
+    if not _entries:
+        return None
+    with _lock:
+        return _entries.get(_key(tensor))
+
+
+def used(tensor: torch.Tensor, stream: Any) -> None:
+    """Notes that a stream reads a tensor from now on."""
+    if not _entries:
+        return
+    with _lock:
+        entry = _entries.get(_key(tensor))
+        if entry is not None and stream not in entry.users:
+            entry.users.append(stream)
+
+
+def take_users(owner: torch.Tensor) -> list[Any]:
+    """Returns the streams that have used the memory of a tensor since it was lent."""
+    with _lock:
+        entry = _entries.get(_key(owner))
+        users = [] if entry is None else entry.users
+        if entry is not None:
+            entry.users = []
+        return users
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

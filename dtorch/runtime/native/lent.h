@@ -1,0 +1,20 @@
+// Memory that a graph gives its results in and writes to again: see `lent.py`.
+#pragma once
+
+#include "shards.h"
+
+namespace dtorch {
+
+// Notes that what shares the memory of a tensor is on loan until the tensor is written to; then it
+// is `gone`.
+void lend(const at::Tensor& owner, FailurePtr gone);
+// Forgets the memory of a tensor, which nobody writes to any more.
+void withdraw(const at::Tensor& owner);
+// The loan of the memory of a tensor, or none.
+LoanPtr loan_of(const at::Tensor& tensor);
+// Notes that a stream reads a tensor from now on.
+void note_user(const at::Tensor& tensor, const c10::Stream& stream);
+// The streams that have used the memory of a tensor since it was lent.
+std::vector<c10::Stream> take_users(const at::Tensor& owner);
+
+}  // namespace dtorch
