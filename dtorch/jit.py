@@ -14,6 +14,7 @@ import functools
 import inspect
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
@@ -36,6 +37,7 @@ from .placement import complete
 from .program import Program
 from .recording import compile_call, compiled_from, ending, returned, symbolic_leaves
 from .runtime import Executable, timeline
+from .runtime.graph_calls import NUM_WARM_UPS
 from .runtime.timeline import Doing
 from .scalars import evaluate
 from .spec import Spec
@@ -97,6 +99,14 @@ class _Traced:
         self.modules: list[weakref.ref[torch.nn.Module]] = []
         self.passes = passes
         self._known: dict[Hashable, Hashable] = {}
+        self._num_runs: Counter[int] = Counter()
+
+    def is_settled(self, entry: Any) -> bool:
+        """Counts a run of a traced call; returns whether its graphs have been captured before."""
+        if not self.passes.cuda_graph:
+            return True
+        self._num_runs[id(entry)] += 1
+        return self._num_runs[id(entry)] > NUM_WARM_UPS + 1
 
     def flags(self) -> Hashable:
         """Returns what a program depends on beside its arguments; equal flags are one object.
@@ -187,15 +197,21 @@ class JitFunction(Generic[_P, _R]):
             leaves = [as_distributed(leaf, arguments.mesh) for leaf in leaves]
             arguments = Arguments(leaves, (float,), arguments.mesh)
             entry, _ = self._entry("grad", arguments, treespec)
+            is_settled = self._traced.is_settled(entry)
             results = entry.run(arguments)
         else:
             entry, static = self._entry("plain", arguments, treespec)
-            if self._is_remembered:
+            is_settled = self._traced.is_settled(entry)
+            if self._is_remembered and is_settled:
                 cache, call = self._traced.calls, memo.NamedCall(self._traced.flags(), args, kwargs)
                 memo.remember(
                     cache, call, treespec, arguments, static, entry, _run, check_aliases=True
                 )
             results = _run(entry, arguments)
+        if not is_settled:  # a caller that synchronizes a GPU would break a capture on it
+            for result in results:
+                if isinstance(result, Tensor):
+                    result._shards.wait(range(len(result._shards)))
         return unflatten(entry.treespec, results)
 
     def program(self, *args: _P.args, **kwargs: _P.kwargs) -> Program:
@@ -500,10 +516,13 @@ def jit(
             results may differ in their last places; other results, shapes and strides do not. What
             cannot be compiled runs as it is, and a warning says so.
         cuda_graph: On CUDA devices, capture what lies between points that the host sees (devices
-            that meet, random numbers, run-time numbers) and launch it as one graph, after two
-            calls with a key as usual. Tensors that are in the same memory in these calls, as
-            parameters are, are read where they are; others are copied in, and results out. What
-            cannot be captured runs as it is, and a line on the standard error output says so once.
+            that meet, random numbers, run-time numbers) and launch it as one graph. The first two
+            calls with a key run as usual, the third captures, and all three wait until that is
+            done. Tensors that are in the same memory in these calls, as parameters are, are read
+            where they are; others are copied in, and results out, but for donated tensors that are
+            only changed, which are updated in place. What cannot be captured runs as it is, and a
+            line on the standard error output says so once. `torch.cuda.synchronize` in another
+            thread breaks a capture; `dtorch.synchronize` does not.
 
     Raises:
         TypeError: `function` cannot be called, or an option is of another type.
