@@ -86,6 +86,7 @@ def shard(
     *,
     activations: Mapping[str, P] | None = None,
     compile: bool = False,
+    cuda_graph: bool = False,
 ) -> Any:
     """Returns a pipeline of `diffusers` whose models run on a mesh.
 
@@ -101,6 +102,7 @@ def shard(
         activations: Annotations of what modules return, by path pattern; those of
             `activations_of` if None.
         compile: As of `jit`.
+        cuda_graph: As of `jit`.
 
     Returns:
         A pipeline of the same class with the same settings, to be called as `diffusers` documents
@@ -145,7 +147,9 @@ def shard(
     in_place: dict[int, PlacedModule] = {}
     for name, skeleton in skeletons.items():
         gathers = None if isinstance(skeleton, _autoencoder()) else home
-        model = PlacedModule(skeleton, placed[name], gathers, compile=compile)
+        model = PlacedModule(
+            skeleton, placed[name], gathers, compile=compile, cuda_graph=cuda_graph
+        )
         in_place[id(models[name])] = model
     for name, component in pipe.components.items():
         if _is_module(component):

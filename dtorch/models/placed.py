@@ -48,6 +48,7 @@ class PlacedModule:
         params: The tree of `functionalize(skeleton)`, placed.
         home: The mesh on every device of which results are gathered; as they come if None.
         compile: As of `jit`.
+        cuda_graph: As of `jit`.
 
     Communication: arguments are brought to the mesh of the first parameter; results are gathered
     on `home`.
@@ -64,6 +65,7 @@ class PlacedModule:
         home: DeviceMesh | None,
         *,
         compile: bool,
+        cuda_graph: bool,
     ) -> None:
         self.__dict__.update(
             _skeleton=skeleton,
@@ -72,7 +74,7 @@ class PlacedModule:
             _function=functionalize(skeleton)[1],
             _mesh=next(iter(_flat(params).values())).device_mesh,
             _home=home,
-            _compile=compile,
+            _options={"compile": compile, "cuda_graph": cuda_graph},
             _programs={},
             _settings=_Settings(skeleton),
             _may_have_changed=False,
@@ -89,7 +91,7 @@ class PlacedModule:
         args, kwargs = map_leaves(self._brought, (args, kwargs))
         program = self._programs.get(method)
         if program is None:
-            program = jit(self._function_of(method), compile=self._compile)
+            program = jit(self._function_of(method), **self._options)
             self._programs[method] = program
         with torch.no_grad():
             try:
@@ -219,7 +221,7 @@ class PlacedModule:
         with alone():
             skeleton = copy.deepcopy(self._skeleton, memo)
         params = map_leaves(torch.clone, self._params)
-        return PlacedModule(skeleton, params, self._home, compile=self._compile)
+        return PlacedModule(skeleton, params, self._home, **self._options)
 
     def __reduce__(self) -> Any:
         raise TypeError(

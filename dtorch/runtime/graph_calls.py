@@ -26,7 +26,7 @@ import functools
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -159,14 +159,15 @@ class _Run:
         if self._is_refused:
             return self._one_by_one(inputs)
         if self._replayed is None:
-            self._note_moved(self._seen, inputs)
+            self._note_moved(self._seen, inputs, range(len(self._seen)))
             if self._num_calls <= NUM_WARM_UPS:
                 self._seen = list(inputs)
                 return self._one_by_one(inputs)
             return self._captured(inputs)
-        if not self._replayed.fits(inputs):
+        new = self._replayed.new(inputs)
+        if not self._replayed.fits(inputs, new):
             return self._one_by_one(inputs)
-        if self._note_moved(self._replayed.given, inputs):
+        if self._note_moved(self._replayed.given, inputs, new):
             return self._captured(inputs)
         if self._replayed.is_held(inputs):
             self._donated = self._donated if self._num_captures < _MOST_CAPTURES else frozenset()
@@ -179,14 +180,13 @@ class _Run:
             self._replayed.drop()
             self._replayed = None
 
-    def _note_moved(self, before: Sequence[Tensor | None], now: Sequence[Tensor | None]) -> bool:
+    def _note_moved(
+        self, before: Sequence[Tensor | None], now: Sequence[Tensor | None], which: Iterable[int]
+    ) -> bool:
         """Notes which inputs are in other memory than before; returns whether a graph has to."""
-        pairs = zip(before, now, strict=False)
-        moved = {i for i, (a, b) in enumerate(pairs) if _place(a) != _place(b)} - self._copied
-        if self._num_captures < _MOST_CAPTURES:
-            self._copied |= moved - self._part.from_parts
-        else:
-            self._copied |= moved
+        moved = {i for i in which if i not in self._copied and _place(before[i]) != _place(now[i])}
+        settled = self._num_captures >= _MOST_CAPTURES
+        self._copied |= moved if settled else moved - self._part.from_parts
         return bool(moved)
 
     def _captured(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -283,19 +283,24 @@ class _Replayed:
         self._updated = {i: b for i, b in owned.items() if i not in now}
         self._results = [slots[s] for s in part.outputs]
 
-    def fits(self, inputs: Sequence[Tensor | None]) -> bool:
-        """Whether a replay computes what the operations would of these inputs.
+    def new(self, inputs: Sequence[Tensor | None]) -> list[int]:
+        """Returns which inputs are not the very tensors that the graph reads where they are."""
+        pairs = zip(inputs, self.given, strict=True)
+        return [i for i, (ours, theirs) in enumerate(pairs) if ours is not theirs]
 
-        They are laid out as at the capture, and none is in memory that the graph writes to, but
+    def fits(self, inputs: Sequence[Tensor | None], new: Sequence[int]) -> bool:
+        """Whether a replay computes what the operations would.
+
+        Inputs are laid out as at the capture, and none is in memory that the graph writes to, but
         for what it left there and is given back.
         """
-        if self._layouts != [_layout(t) for t in inputs]:
+        if any(self._layouts[i] != _layout(inputs[i]) for i in new):
             return False
         return not self._lent or all(
-            t is None
+            (t := inputs[i]) is None
             or _storage(t) not in self._lent
             or (i in self._updated and self._updated[i].holds(t))
-            for i, t in enumerate(inputs)
+            for i in new
         )
 
     def is_held(self, inputs: Sequence[Tensor | None]) -> bool:
