@@ -273,6 +273,7 @@ def test_one_profile_at_a_time(tmp_path):
 def test_times_of_devices_add_up(arguments):
     step = dtorch.jit(mlp)
     step(*arguments)
+    dtorch.synchronize()
     with dtorch.profile() as profile:
         time.sleep(0.01)
         step(*arguments)
