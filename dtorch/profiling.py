@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from .errors import DTorchError
-from .lowering import LocalCall, LocalProgram, LocalShow
+from .lowering import LocalCall, LocalProgram
 from .mesh import Device
 from .program import SourceLine
 from .runtime import begin_recording, check_not_on_worker, end_recording, synchronize
-from .runtime.timeline import Dispatch, Doing, Phase, Recorder, Span
+from .runtime.timeline import Dispatch, Doing, Phase, Recorder, Span, span_names
 from .source import Site, line_at
 
 
@@ -217,7 +217,7 @@ def profile(path: str | os.PathLike[str] | None = None) -> Profile:
     thread, with each call, its tracing at the first time, and its waiting for values. Every slice
     carries the user's line; arrows lead from a call to where the devices begin it. What was
     submitted before the block and runs in it is there too, without its call. On a GPU a slice is
-    the time that the worker takes to launch an instruction.
+    the time that the worker takes to launch an instruction, and a range of NVTX of that name.
 
     Args:
         path: The file; gzipped if it ends in ``.gz``. None writes none.
@@ -278,18 +278,10 @@ def _events(recorder: Recorder) -> tuple[Event, ...]:
     calls = _client_events(recorder)
     # An eager program has the line of its first call; each call has its own.
     eager = {event.call for event, doing in calls if doing is Doing.EAGER}
-    spans = (s for s in recorder.spans if s.start >= recorder.start and _does_something(s))
+    spans = (s for s in recorder.spans if s.start >= recorder.start)
     events = [e for e, _ in calls]
     events += [_device_event(s, s.call in eager, recorder.start) for s in spans]
     return tuple(sorted(events, key=lambda e: (e.start, -e.end)))
-
-
-def _does_something(span: Span) -> bool:
-    """Not so where a device that only receives a transfer comes by the showing of the parts."""
-    instruction = span.program.instructions[span.instruction]
-    if not isinstance(instruction, LocalShow):
-        return True
-    return _device_of(span.program, span.device) in instruction.step.source.mesh.devices
 
 
 def _device_event(span: Span, is_eager: bool, origin: int) -> Event:
@@ -299,22 +291,13 @@ def _device_event(span: Span, is_eager: bool, origin: int) -> Event:
         source = called_at
     device = _device_of(span.program, span.device)
     kind, num_bytes, axes = Kind.COMPUTE, 0, ()
-    if isinstance(instruction, LocalCall):
-        name = str(instruction.op)
-    else:
-        step = instruction.step
-        name = step.kind.value
-        if not step.kind.is_local:
-            kind = Kind.WAIT if span.phase is Phase.WAIT else Kind.COMMUNICATION
-            num_bytes, mesh = step.num_bytes, step.source.mesh
-            axes = tuple(mesh.axis_name(a).strip("'") for a in step.axes)
-            if isinstance(instruction, LocalShow):
-                name = f"show for {name}"
-            elif kind is Kind.WAIT:
-                name = f"wait for {name}"
+    if not isinstance(instruction, LocalCall) and not instruction.step.kind.is_local:
+        kind = Kind.WAIT if span.phase is Phase.WAIT else Kind.COMMUNICATION
+        num_bytes, mesh = instruction.step.num_bytes, instruction.step.source.mesh
+        axes = tuple(mesh.axis_name(a).strip("'") for a in instruction.step.axes)
     return Event(
         kind,
-        name,
+        span_names(instruction)[span.phase],
         f"{device} compute",
         (span.start - origin) * 1e-9,
         (span.end - origin) * 1e-9,

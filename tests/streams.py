@@ -39,6 +39,7 @@ class World:
         self.lock = threading.RLock()
         self.faults: list[str] = []
         self.num_accesses = 0
+        self.ranges: list[str] = []
         self.clocks: dict[Stream, Counter[Stream]] = defaultdict(Counter)
         self.owners: dict[int, Stream] = {}
         self.kept: dict[int, set[Stream]] = {}
@@ -133,6 +134,12 @@ class Recorded:
                 with self._world.lock:
                     key = self._world._known(tensor.untyped_storage(), CALLER)
                     self._world.kept[key].add((self._device, int(lane)))
+
+    def push(self, name: str) -> None:
+        self._world.ranges.append(f"{self._device} push {name}")
+
+    def pop(self) -> None:
+        self._world.ranges.append(f"{self._device} pop")
 
 
 class _Event:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -143,12 +144,13 @@ class DeviceState:
 class _Frame:
     """One run of a program on one device: its slots, and the caller's memory that it reads."""
 
-    __slots__ = ("call", "events", "loans", "poisoned", "slots", "state")
+    __slots__ = ("call", "events", "loans", "names", "poisoned", "slots", "state")
 
-    def __init__(self, call: Call, slots: list[Any], state: DeviceState) -> None:
+    def __init__(self, call: Call, bound: _Bound, state: DeviceState) -> None:
         self.call = call
+        self.names = bound.names
         self.events: dict[int, Any] = {}  # of slots, on a device with lanes
-        self.slots = slots
+        self.slots: list[Any] = [None] * call.executable.program.num_slots
         self.state = state
         self.poisoned = False
         self.loans: list[Borrowed] = []
@@ -186,20 +188,15 @@ class _Frame:
             self.poisoned = True
         self.slots[slot] = value
 
-    def note(self, instruction: int, phase: Phase, since: int) -> None:
-        """Notes for the timeline what began at a time of `_clock` and ends here."""
-        recorder = timeline.recorder
-        if since and recorder is not None:
-            call, device = self.call, str(self.state.device)
-            program, until = call.executable.program, timeline.now()
-            recorder.spans.append(
-                Span(device, program, call.number, call.site, instruction, phase, since, until)
-            )
-
-
-def _clock() -> int:
-    """The time, or 0 where no timeline is recorded."""
-    return 0 if timeline.recorder is None else timeline.now()
+    def doing(self, instruction: int, phase: Phase) -> AbstractContextManager[Any]:
+        """Returns a context for a part of an instruction, which the timeline has if recorded."""
+        if timeline.recorder is None:
+            return timeline.NOTHING
+        call, state = self.call, self.state
+        program, device = call.executable.program, str(state.device)
+        span = Span(device, program, call.number, call.site, instruction, phase, 0, 0)
+        lanes = state.lanes
+        return timeline.Slice(span, lanes, self.names[instruction][phase] if lanes else "")
 
 
 Action = Callable[[_Frame], None]
@@ -208,18 +205,20 @@ Action = Callable[[_Frame], None]
 class _Bound(NamedTuple):
     """A local program as one device runs it: each action with its instruction's number.
 
-    The phase is what the timeline calls an action, None for one that notes its phases itself.
+    The phase is what the timeline calls an action, None for one that notes its phases itself, or
+    does nothing. The names are those of each instruction's spans, on a device with lanes.
     """
 
     inputs: tuple[tuple[int, int, int], ...]
     actions: tuple[tuple[Action, int, Phase | None], ...]
     outputs: tuple[tuple[int, int, int], ...]
+    names: tuple[tuple[str, ...], ...]
 
 
 def run(call: Call, state: DeviceState) -> None:
     """Runs a call on one device and fills its output shards there. Never raises."""
     bound = call.executable.bound(state)
-    frame = _Frame(call, [None] * call.executable.program.num_slots, state)
+    frame = _Frame(call, bound, state)
     slots, inputs, outputs = frame.slots, call.inputs, call.outputs
     for slot, number, index in bound.inputs:
         slots[slot] = part = inputs[number]._parts[index]
@@ -231,9 +230,8 @@ def run(call: Call, state: DeviceState) -> None:
         if timeline.recorder is None or phase is None:
             action(frame)
         else:
-            since = _clock()
-            action(frame)
-            frame.note(number, phase, since)
+            with frame.doing(number, phase):
+                action(frame)
     for slot, number, index in bound.outputs:
         outputs[number].set(index, frame.shown(slots[slot], frame.events.get(slot)))
 
@@ -255,13 +253,15 @@ def _bind(program: LocalProgram, state: DeviceState) -> _Bound:
         for number in range(len(program.instructions))
         for action in _actions(program, number, device)
     ]
+    names = ()
     if state.lanes is not None:
+        names = tuple(map(timeline.span_names, program.instructions))
         launches = streams.plan(program, device)
         actions = [
             (_launched(action, launches[number], state.lanes), number, phase)
             for action, number, phase in actions
         ]
-    return _Bound(places(program.inputs), tuple(actions), places(program.outputs))
+    return _Bound(places(program.inputs), tuple(actions), places(program.outputs), names)
 
 
 def _actions(
@@ -277,7 +277,8 @@ def _actions(
     if meeting is None:
         return []
     if isinstance(instruction, LocalShow):
-        return [(_show_action(program, instruction, meeting), number, Phase.SHOW)]
+        phase = None if meeting.member is None else Phase.SHOW
+        return [(_show_action(program, instruction, meeting), number, phase)]
     return [(_step_action(program, instruction, meeting, number), number, None)]
 
 
@@ -450,23 +451,20 @@ def _step_action(
             else:
                 if count:
                     exchange = frame.call.exchange((*name, count), len(meeting.group))
-                    exchange.set(
-                        meeting.member or 0, frame.shown(part, _event_of(frame, Lane.COMMUNICATION))
-                    )
-                since = _clock()
-                parts = _met(frame, meeting, (*name, count), round)
-                frame.note(number, Phase.WAIT, since)
-            since = _clock()
+                    event = _event_of(frame, Lane.COMMUNICATION)
+                    exchange.set(meeting.member or 0, frame.shown(part, event))
+                with frame.doing(number, Phase.WAIT):
+                    parts = _met(frame, meeting, (*name, count), round)
             failed = next((p for p in parts if type(p) is Failure), None)
             if failed is not None:
                 # The peers have seen it too, and start no other round either.
                 part = failed
                 break
-            try:
-                part = collectives.join(round, meeting, parts)
-            except Exception as error:
-                part = _failure(program, instruction.origin, frame, error)
-            frame.note(number, Phase.TAKE, since)
+            with frame.doing(number, Phase.TAKE):
+                try:
+                    part = collectives.join(round, meeting, parts)
+                except Exception as error:
+                    part = _failure(program, instruction.origin, frame, error)
         if meeting.rounds:
             frame.store(instruction.output, part)
         _free(frame.slots, instruction.frees)

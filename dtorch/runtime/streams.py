@@ -134,6 +134,14 @@ class Lanes(Protocol):
         """Tells the allocator that a lane uses the memory of tensors from elsewhere."""
         ...
 
+    def push(self, name: str) -> None:
+        """Names what the thread does until `pop`, for tools that watch the process."""
+        ...
+
+    def pop(self) -> None:
+        """Ends what `push` began last."""
+        ...
+
 
 class TorchLanes:
     """The lanes of a device of torch; those of a virtual device are its own.
@@ -163,6 +171,16 @@ class TorchLanes:
             if tensor.device.type == self._type:
                 tensor.record_stream(self._streams[lane])
                 lent.used(tensor, self._streams[lane])
+
+    def push(self, name: str) -> None:
+        """As in `Lanes`: a range of NVTX, which is for CUDA alone."""
+        if self._type == "cuda":
+            torch.cuda.nvtx.range_push(name)
+
+    def pop(self) -> None:
+        """As in `Lanes`."""
+        if self._type == "cuda":
+            torch.cuda.nvtx.range_pop()
 
 
 def place_of(device: Device) -> torch.device | None:

@@ -1,7 +1,8 @@
 """The timeline: what workers and client threads do while it is recorded, as plain records.
 
 Takes what the executors, dispatch and `jit` note; gives `Span`s and `Dispatch`es. Where nothing is
-recorded, whoever would note something looks at `recorder` and goes on.
+recorded, whoever would note something looks at `recorder` and goes on. While something is, workers
+of GPUs also name what they do as ranges (`Lanes.push`), for tools that watch the process.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import DTorchError
-from ..lowering import LocalProgram
+from ..lowering import LocalCall, LocalInstruction, LocalProgram
 from ..source import Site, line_at, user_site
+from .streams import Lanes
 
 
 class Phase(enum.IntEnum):
@@ -27,6 +29,14 @@ class Phase(enum.IntEnum):
     SHOW = 1  # begins a step: shows its part to the peers
     WAIT = 2  # for the peers' parts, in a round of a step
     TAKE = 3  # makes its new part of theirs, or of its own
+
+
+def span_names(instruction: LocalInstruction) -> tuple[str, ...]:
+    """Returns what the spans of an instruction are called, by their phase."""
+    if isinstance(instruction, LocalCall):
+        return (str(instruction.op),)
+    name = instruction.step.kind.value
+    return (name, f"show for {name}", f"wait for {name}", name)
 
 
 class Doing(enum.IntEnum):
@@ -54,6 +64,26 @@ class Span(NamedTuple):
     phase: Phase
     start: int
     end: int
+
+
+class Slice:
+    """What a worker does while this is entered: a span, and a range of that name on its lanes."""
+
+    def __init__(self, span: Span, lanes: Lanes | None, name: str) -> None:
+        self._span = span
+        self._lanes = lanes
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._start = now()
+        if self._lanes is not None:
+            self._lanes.push(self._name)
+
+    def __exit__(self, *error: object) -> None:
+        if self._lanes is not None:
+            self._lanes.pop()
+        if recorder is not None:
+            recorder.spans.append(self._span._replace(start=self._start, end=now()))
 
 
 class Dispatch(NamedTuple):
@@ -97,7 +127,7 @@ recorder: Recorder | None = None
 """What is being recorded, or None."""
 
 _lock = threading.Lock()
-_NOTHING = contextlib.nullcontext()
+NOTHING = contextlib.nullcontext()
 
 
 def begin() -> None:
@@ -143,7 +173,7 @@ def noted(doing: Doing, name: Any = "") -> contextlib.AbstractContextManager[Any
         doing: What it is.
         name: Of what: a text, or a function; by default that of the program that it submits.
     """
-    return _NOTHING if recorder is None else _Noted(recorder, doing, name)
+    return NOTHING if recorder is None else _Noted(recorder, doing, name)
 
 
 class _Noted:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing import _set_thread_name
 
 from ..errors import DTorchError, ShutdownError
 from ..mesh import Device
@@ -52,6 +53,7 @@ class Worker:
 
     def _run(self) -> None:
         _on_worker.active = True
+        _set_thread_name(self._thread.name)  # for tools that watch the process
         is_stopping, take = self._state.stopping.is_set, self._queue.get_nowait
         with torch.inference_mode():
             while True:

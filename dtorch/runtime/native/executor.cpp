@@ -56,9 +56,8 @@ struct Frame {
 
   Frame(std::string w, Recorded* r) : worker(std::move(w)), recorded(r) {}
 
-  // Notes what began at a time of `clock_if_recording` and ends here.
+  // Notes what began at a time of `now` and ends here.
   void note(const Instruction& instruction, Span::Phase phase, int64_t since) {
-    if (C10_LIKELY(!since)) return;
     int64_t until = now();
     std::lock_guard<std::mutex> lock(recorded->mutex);
     if (!is_recording) return;
@@ -167,6 +166,29 @@ struct Frame {
   }
 };
 
+// What a worker does while this lives: a span where a timeline is recorded, and on a device with
+// lanes a range of the same name.
+class Slice {
+ public:
+  Slice(Frame& frame, const Instruction& instruction, Span::Phase phase)
+      : frame_(frame), instruction_(instruction), phase_(phase), since_(clock_if_recording()) {
+    if (C10_UNLIKELY(since_) && frame_.has_lanes()) frame_.lanes->push(instruction_.names[phase_]);
+  }
+  ~Slice() {
+    if (C10_LIKELY(!since_)) return;
+    if (frame_.has_lanes()) frame_.lanes->pop();
+    frame_.note(instruction_, phase_, since_);
+  }
+  Slice(const Slice&) = delete;
+  Slice& operator=(const Slice&) = delete;
+
+ private:
+  Frame& frame_;
+  const Instruction& instruction_;
+  Span::Phase phase_;
+  int64_t since_;
+};
+
 c10::IValue scalar_as(const c10::IValue& scalar, c10::TypeKind wanted) {
   if (wanted == c10::TypeKind::FloatType && scalar.isInt()) return double(scalar.toInt());
   if (wanted != c10::TypeKind::TensorType) return scalar;
@@ -260,6 +282,7 @@ at::Generator new_generator(const Frame& frame) {
 }
 
 void run_operation(Frame& frame, const Instruction& instruction, int place) {
+  Slice running(frame, instruction, Span::kRun);
   FailurePtr failed = frame.failed(instruction.reads);
   if (!failed) {
     try {
@@ -394,6 +417,7 @@ void leave(Exchange& exchange, const Meeting& meeting) {
 void run_show(Frame& frame, const Instruction& instruction) {
   const Meeting& meeting = instruction.meetings[frame.device];
   if (meeting.member < 0) return;
+  Slice showing(frame, instruction, Span::kShow);
   Part part;
   try {
     part = frame.part(instruction.reads[0]);
@@ -429,9 +453,11 @@ void order_after(Lanes* lanes, const std::vector<Part>& taken) {
 }
 
 // Waits for what a round takes from the group.
-std::vector<Part> meet(Frame& frame, const Meeting& meeting, int number, const Part& part) {
+std::vector<Part> meet(Frame& frame, const Instruction& instruction, int number, const Part& part) {
+  const Meeting& meeting = instruction.meetings[frame.device];
   const auto& members = meeting.rounds[number].members;
   if (meeting.visitors == 0) return std::vector<Part>(members.size(), part);
+  Slice waiting(frame, instruction, Span::kWait);
   Exchange& exchange = frame.call->exchanges[meeting.exchange + number];
   Shards& shown = arrive(exchange, meeting);
   if (number > 0) {
@@ -460,10 +486,7 @@ void run_step(Frame& frame, const Instruction& instruction) {
   Part part;
   if (meeting.visitors == 0) part = frame.part(instruction.reads[0]);
   for (size_t number = 0; number < meeting.rounds.size(); number++) {
-    int64_t since = clock_if_recording();
-    std::vector<Part> taken = meet(frame, meeting, int(number), part);
-    if (meeting.visitors) frame.note(instruction, Span::kWait, since);
-    since = clock_if_recording();
+    std::vector<Part> taken = meet(frame, instruction, int(number), part);
     part = Part();
     for (const Part& p : taken) {
       if (p.failure) part.failure = part.failure ? part.failure : p.failure;
@@ -471,13 +494,13 @@ void run_step(Frame& frame, const Instruction& instruction) {
     }
     // The peers have seen it too, and start no other round either.
     if (part.failure) break;
+    Slice taking(frame, instruction, Span::kTake);
     try {
       part.tensor = join(meeting.rounds[number], meeting, taken);
     } catch (...) {
       part.failure = frame.failure(instruction);
     }
     part = frame.settled(std::move(part));
-    frame.note(instruction, Span::kTake, since);
   }
   part.event = nullptr;  // that of the result is recorded when the instruction ends
   frame.store(instruction.outputs[0], std::move(part));
@@ -502,16 +525,12 @@ void run(Call& call, int device, Frame& frame) {
       int place = instruction.places[device];
       if (place < 0) continue;
       if (launch) frame.enter(*launch);
-      int64_t since = clock_if_recording();
       run_operation(frame, instruction, place);
-      frame.note(instruction, Span::kRun, since);
     } else {
       if (!instruction.meetings[device].takes_part) continue;
       if (launch) frame.enter(*launch);
       if (instruction.shows) {
-        int64_t since = clock_if_recording();
         run_show(frame, instruction);
-        frame.note(instruction, Span::kShow, since);
       } else {
         run_step(frame, instruction);
       }

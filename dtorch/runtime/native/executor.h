@@ -57,8 +57,9 @@ struct Instruction {
   std::vector<int> reads, outputs, frees;
   int state_before = -1, state_after = -1;  // slots of a generator's state
   int origin = -1;
-  std::vector<Meeting> meetings;  // of a step, for each device of the program
-  std::vector<Launch> launches;   // for each device of the program, or none
+  std::vector<std::string> names;  // of its spans, by phase; none if no device has lanes
+  std::vector<Meeting> meetings;   // of a step, for each device of the program
+  std::vector<Launch> launches;    // for each device of the program, or none
 };
 
 // A value that passes between the caller and the slots: for each device its index in the mesh.

@@ -76,6 +76,8 @@ def _handed_over(program: LocalProgram) -> Any:
         if place is not None:
             launches = [launch and _flat(launch) for launch in streams.plan(program, device)]
             made.add_launches(position, place, launches)
+    if any(map(streams.place_of, program.devices)):
+        made.add_names(list(map(timeline.span_names, program.instructions)))
     return made
 
 

@@ -3,6 +3,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/profiler/stubs/base.h>
 
 #include <atomic>
 #include <mutex>
@@ -57,6 +58,13 @@ struct StreamLanes : Lanes {
   void keep(int lane, const at::Tensor& tensor) override {
     keep_on(impl, tensor, streams[lane]);
   }
+  // NVTX, through the table that libtorch has in every build, and libtorch_cuda fills.
+  void push(const std::string& name) override {
+    if (device.is_cuda()) torch::profiler::impl::cudaStubs()->rangePush(name.c_str());
+  }
+  void pop() override {
+    if (device.is_cuda()) torch::profiler::impl::cudaStubs()->rangePop();
+  }
 };
 
 std::atomic<bool> is_tracing{false};
@@ -95,6 +103,8 @@ struct TracedLanes : Lanes {
   void keep(int lane, const at::Tensor&) override {
     write_down(worker + " keep " + std::to_string(lane));
   }
+  void push(const std::string& name) override { write_down(worker + " push " + name); }
+  void pop() override { write_down(worker + " pop"); }
 };
 
 }  // namespace

@@ -26,6 +26,9 @@ struct Lanes {
   virtual EventPtr record(int lane) = 0;
   virtual void wait(int lane, const Event& event) = 0;
   virtual void keep(int lane, const at::Tensor& tensor) = 0;
+  // What the thread does until `pop` has a name, for tools that watch the process.
+  virtual void push(const std::string& name) = 0;
+  virtual void pop() = 0;
 };
 
 // The lanes of a worker; recorded ones while `trace_lanes` is on.

@@ -359,6 +359,11 @@ void add_launches(Program& program, int position, at::Device place, const py::li
   }
 }
 
+// For each instruction the names of its spans, by phase.
+void add_names(Program& program, const std::vector<std::vector<std::string>>& names) {
+  for (size_t i = 0; i < program.instructions.size(); i++) program.instructions[i].names = names[i];
+}
+
 Made new_program(const py::object& local, const std::vector<std::string>& devices, int num_slots,
                  const py::list& inputs, const py::list& outputs) {
   auto ports = [](const py::list& values) {
@@ -507,7 +512,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init(&new_program))
       .def("add_operation", &add_operation)
       .def("add_step", &add_step)
-      .def("add_launches", &add_launches);
+      .def("add_launches", &add_launches)
+      .def("add_names", &add_names);
   bind_eager(module);
   bind_compiled(module);
   module.def("give", &give);
