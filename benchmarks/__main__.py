@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...]`: runs families of cases, all of them without a name."""
+"""`python -m benchmarks [NAME ...]`: runs families of cases; if none is named, those of the CPU."""
 
 import argparse
 import json
@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from . import harness
-from .harness import FAMILIES, Options
+from .harness import FAMILIES, ON_GPUS, Options
 
 HERE = Path(__file__).parent
 
@@ -20,9 +22,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="where; benchmarks/results without --quick")
     default = HERE.parent.parent / "shared" / "models" / "stories260K"
     parser.add_argument("--model", type=Path, default=default, help="the trained stories260K")
+    devices = {"choices": ("cuda", "cpu"), "default": "cuda"}
+    parser.add_argument("--device", help=f"where {', '.join(ON_GPUS)} runs", **devices)
     args = parser.parse_args()
-    if unknown := set(args.names) - set(FAMILIES):
-        parser.error(f"no {', '.join(sorted(unknown))}; there is {', '.join(FAMILIES)}")
+    known = FAMILIES + ON_GPUS
+    if unknown := set(args.names) - set(known):
+        parser.error(f"no {', '.join(sorted(unknown))}; there is {', '.join(known)}")
+    if set(args.names).isdisjoint(ON_GPUS):
+        args.device = "cpu"
+    if args.device == "cuda" and not args.list and not torch.cuda.is_available():
+        fix = "Fix: --device cpu --quick sees whether the same cases run."
+        parser.exit(1, f"There is no GPU: torch.cuda.is_available() is False. {fix}\n")
     return args
 
 
@@ -37,10 +47,11 @@ def run_here(names: list[str], options: Options, folder: Path | None) -> bool:
     return not failed
 
 
-def run_apart(names: list[str], model: Path, folder: Path) -> bool:
+def run_apart(names: list[str], options: Options, folder: Path) -> bool:
     """Runs each family in a process of its own, so that none inherits another's state."""
-    same = [sys.executable, "-m", __package__, "--model", str(model), "--json", str(folder)]
-    codes = [subprocess.run([*same, name], check=False).returncode for name in names]
+    same = ["--model", str(options.model), "--device", options.device, "--json", str(folder)]
+    command = [sys.executable, "-m", __package__, *same]
+    codes = [subprocess.run([*command, name], check=False).returncode for name in names]
     print(f"\n{summary(names, folder)}")
     return not any(codes)
 
@@ -62,17 +73,19 @@ def summary(names: list[str], folder: Path) -> str:
 
 def main() -> int:
     args = parse()
-    names = args.names or list(FAMILIES)
     if args.list:
+        names = args.names or FAMILIES + ON_GPUS
         print("\n".join(f"{name:16}{harness.description(name)}" for name in names))
         return 0
+    names, options = args.names or list(FAMILIES), Options(args.quick, args.model, args.device)
     folder = args.json or (None if args.quick else HERE / "results")
     if len(names) > 1 and not args.quick:
-        return 0 if run_apart(names, args.model, folder or HERE / "results") else 1
+        return 0 if run_apart(names, options, folder or HERE / "results") else 1
     if args.quick:
         print("Quick: whether everything runs. The numbers say nothing.")
-    print(", ".join(f"{key} {value}" for key, value in harness.machine().items()), flush=True)
-    return 0 if run_here(names, Options(args.quick, args.model), folder) else 1
+    machine = harness.machine(args.device)
+    print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+    return 0 if run_here(names, options, folder) else 1
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ FAMILIES: tuple[str, ...] = (
     "adds", "attention", "training", "client", "llama", "sd3", "redistribution", "tracing",
     "memory", "loading",
 )  # fmt: skip
+ON_GPUS = ("gpu",)
+"""Families that are run if they are named."""
 OPTIONAL = ("diffusers", "safetensors", "transformers")
 
 
@@ -38,10 +40,12 @@ class Options:
     Attributes:
         quick: Small sizes, one repetition, no rival processes: whether everything runs.
         model: The folder of the trained stories260K.
+        device: Where the families `ON_GPUS` run: "cuda" or "cpu".
     """
 
     quick: bool
     model: Path
+    device: str = "cpu"
 
     @property
     def repetitions(self) -> int:
@@ -224,15 +228,20 @@ def run_family(name: str, options: Options) -> list[Row]:
     for case in _cases(name, options):
         rows += (new := rows_of(case, options.repetitions))
         print("\n".join(line(row.cells()) for row in new), flush=True)
+        del case  # and what it measures, before the next is made
     return rows
 
 
 def _cases(name: str, options: Options) -> Iterator[Case]:
-    """The family's cases; one that says why, where the family cannot run or go on."""
+    return guarded(name, lambda: importlib.import_module(f"{__package__}.{name}").cases(options))
+
+
+def guarded(name: str, cases: Callable[[], Iterator[Case]]) -> Iterator[Case]:
+    """The cases; one that says why, where they cannot be made or go on."""
     try:
-        family: Callable[[Options], Iterator[Case]]
-        family = importlib.import_module(f"{__package__}.{name}").cases
-        yield from family(options)
+        yield from cases()
+    except Unavailable as reason:
+        yield Case(name, unmeasured(reason))
     except ModuleNotFoundError as missing:
         if missing.name not in OPTIONAL:
             raise
@@ -252,12 +261,15 @@ def drain(results: object) -> None:
     dtorch.synchronize()
 
 
-def machine() -> dict[str, Any]:
+def machine(device: str = "cpu") -> dict[str, Any]:
     """Returns what the numbers depend on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [text.split(":")[1].strip() for text in lines if text.startswith("model name")]
-    return {
+    gpu = {}
+    if device == "cuda":
+        gpu = {"gpu": torch.cuda.get_device_name(), "CUDA": torch.version.cuda}
+    return gpu | {
         "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -271,6 +283,6 @@ def machine() -> dict[str, Any]:
 def write(folder: Path, name: str, options: Options, rows: Iterable[Row]) -> None:
     """Writes a family's rows as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
-    head = {"family": name, "quick": options.quick, "machine": machine()}
+    head = {"family": name, "quick": options.quick, "machine": machine(options.device)}
     content = {**head, "rows": [row.record() for row in rows]}
     (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")

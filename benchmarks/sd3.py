@@ -21,14 +21,15 @@ CLIENT = 0.1
 
 
 def cases(options: Options) -> Iterator[Case]:
-    for size in ("small",) if options.quick else sd3.SIZES:
+    for size in ("small",) if options.quick else LATENCY:
         model, args = sd3.transformer(size), sd3.inputs(size)
         targets = {"": LATENCY[size], ", client": CLIENT}
         yield from both(options, f"SD3 transformer, {size}", model, args, targets)
         yield halves(options, f"SD3 transformer, {size}, cfg=2", model, args)
         del model
-        for name, encoder in sd3.text_encoders(size).items():
-            yield from both(options, f"{name}, {size}", encoder, (sd3.token_ids(name),), {})
+        for name in sd3.TEXT_ENCODERS:
+            encoder, ids = sd3.text_encoder(name, size), sd3.token_ids(name)
+            yield from both(options, f"{name}, {size}", encoder, (ids,), {})
 
 
 def both(

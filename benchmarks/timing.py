@@ -41,6 +41,16 @@ def prepared(prepare: Callable[[], Any], call: Callable[[Any], object]) -> Run:
     return lambda rounds: statistics.median(once() for _ in range(rounds))
 
 
+def each(call: Callable[[], object], drain: Callable[[], object]) -> Run:
+    """Times calls, each with the wait for its result. The median round counts."""
+
+    def done(_: object) -> None:
+        call()
+        drain()
+
+    return prepared(drain, done)
+
+
 def burst(call: Callable[[], Any], drain: Callable[[list[Any]], object], length: int = 10) -> Run:
     """Times how long the client is busy: a few calls in a row, whose results are kept and awaited
     outside of the time. The median round counts.

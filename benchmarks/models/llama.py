@@ -1,4 +1,4 @@
-"""transformers' LlamaForCausalLM in two sizes."""
+"""transformers' LlamaForCausalLM in three sizes."""
 
 import dataclasses
 
@@ -24,6 +24,7 @@ class Size:
 SIZES = {
     "tiny": Size(64, 5, 172, 512, 1, 1),  # bound by overhead
     "small": Size(512, 8, 1376, 32000, 2, 128),  # bound by arithmetic
+    "wide": Size(4096, 10, 11008, 32000, 2, 1024, 32, 32),  # for a GPU
 }
 
 
@@ -45,4 +46,5 @@ def llama(size: Size) -> LlamaForCausalLM:
 def token_ids(size: Size) -> Tensor:
     """Returns its input [batch, tokens]."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(3, size.vocabulary, (size.batch, size.tokens), generator=generator)
+    shape = (size.batch, size.tokens)
+    return torch.randint(3, size.vocabulary, shape, generator=generator, device="cpu")

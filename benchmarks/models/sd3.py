@@ -1,7 +1,7 @@
-"""The models of Stable Diffusion 3 in two sizes: diffusers' transformer and the text encoders.
+"""The models of Stable Diffusion 3 in three sizes: diffusers' transformer and the text encoders.
 
 ``realistic`` has the width of SD3 medium, in its latents of 512 x 512 pixels, and 4 layers of each
-model.
+model; ``full`` is SD3 medium, at 1024 x 1024 pixels.
 """
 
 from typing import Any
@@ -35,13 +35,19 @@ SIZES: dict[str, dict[str, Any]] = {
         "pos_embed_max_size": 96,
     },
 }
-NUM_TEXT_TOKENS = {"small": 33, "realistic": 333}
-# CLIP-L, CLIP-bigG and T5: hidden size, size of the feed-forward layer, heads.
-CLIPS = {
-    "small": ((32, 64, 4), (64, 128, 4)),
-    "realistic": ((768, 3072, 12), (1280, 5120, 20)),
+SIZES["full"] = SIZES["realistic"] | {
+    "sample_size": 128,
+    "num_layers": 24,
+    "pos_embed_max_size": 192,
 }
-T5 = {"small": (64, 128, 4), "realistic": (4096, 10240, 64)}
+NUM_TEXT_TOKENS = {"small": 33, "realistic": 333, "full": 333}
+TEXT_ENCODERS = ("CLIP-L", "CLIP-bigG", "T5")
+# Of each: hidden size, size of the feed-forward layer, heads, layers.
+TEXT_SIZES = {
+    "small": ((32, 64, 4, 2), (64, 128, 4, 2), (64, 128, 4, 2)),
+    "realistic": ((768, 3072, 12, 4), (1280, 5120, 20, 4), (4096, 10240, 64, 4)),
+    "full": ((768, 3072, 12, 12), (1280, 5120, 20, 32), (4096, 10240, 64, 24)),
+}
 
 
 def transformer(size: str) -> torch.nn.Module:
@@ -58,37 +64,36 @@ def inputs(size: str) -> tuple[Tensor, ...]:
         (2, NUM_TEXT_TOKENS[size], config["joint_attention_dim"]),
         (2, config["pooled_projection_dim"]),
     )
-    return *(torch.randn(shape) for shape in shapes), torch.tensor([1000.0, 500.0])
+    times = torch.tensor([1000.0, 500.0], dtype=torch.float32)
+    return *(torch.randn(shape) for shape in shapes), times
 
 
-def text_encoders(size: str) -> dict[str, torch.nn.Module]:
-    """Returns the text encoders with random weights, by name."""
+def text_encoder(name: str, size: str) -> torch.nn.Module:
+    """Returns one of the text encoders with random weights."""
     torch.manual_seed(0)
-    num_layers = 2 if size == "small" else 4
-    models: dict[str, torch.nn.Module] = {}
-    for name, (hidden, inner, heads) in zip(("CLIP-L", "CLIP-bigG"), CLIPS[size], strict=True):
-        config = CLIPTextConfig(
-            hidden_size=hidden,
-            intermediate_size=inner,
-            num_hidden_layers=num_layers,
-            num_attention_heads=heads,
-            projection_dim=hidden,
+    hidden, inner, heads, num_layers = TEXT_SIZES[size][TEXT_ENCODERS.index(name)]
+    if name == "T5":
+        config = T5Config(
+            d_model=hidden,
+            d_ff=inner,
+            d_kv=hidden // heads,
+            num_heads=heads,
+            num_layers=num_layers,
+            feed_forward_proj="gated-gelu",
         )
-        models[name] = CLIPTextModelWithProjection(config)
-    hidden, inner, heads = T5[size]
-    t5 = T5Config(
-        d_model=hidden,
-        d_ff=inner,
-        d_kv=hidden // heads,
-        num_heads=heads,
-        num_layers=num_layers,
-        feed_forward_proj="gated-gelu",
+        return T5EncoderModel(config).eval().requires_grad_(False)
+    config = CLIPTextConfig(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        projection_dim=hidden,
     )
-    models["T5"] = T5EncoderModel(t5)
-    return {name: model.eval().requires_grad_(False) for name, model in models.items()}
+    return CLIPTextModelWithProjection(config).eval().requires_grad_(False)
 
 
 def token_ids(name: str) -> Tensor:
     """Returns tokens for a text encoder: two texts of 77 tokens, or 256 for T5."""
     made = torch.Generator().manual_seed(0)
-    return torch.randint(3, 30_000, (2, 256 if name == "T5" else 77), generator=made)
+    shape = (2, 256 if name == "T5" else 77)
+    return torch.randint(3, 30_000, shape, generator=made, device="cpu")
