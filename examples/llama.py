@@ -31,6 +31,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +165,11 @@ def inputs(config: Tree, mesh: Any, prompt_BL: Tensor, num_slots: int, dtype: An
     return list(dtorch.parallel.shard(tree, stages(config, mesh), INPUT_PLAN).values())
 
 
-def steps(config: Tree, temperature: float) -> list[Any]:
+def steps(config: Tree, temperature: float, **options: Any) -> list[Any]:
     """Returns two jitted functions that give the next token, its position and the new cache.
 
-    The first takes the parameters and `inputs`, the second also the token in place of the prompt.
+    The first takes the parameters and `inputs`, the second also the token in place of the prompt,
+    with options of `jit`.
     """
 
     def sample(logits_BV: Tensor, position_1: Tensor, key: Tensor) -> Tensor:
@@ -182,15 +184,24 @@ def steps(config: Tree, temperature: float) -> list[Any]:
         logits_BV, cache = decode(config, params, ids_B1, position_1, cache)
         return sample(logits_BV, position_1 + 1, key), position_1 + 1, cache
 
-    return [dtorch.jit(f, donate_argnums=(3,)) for f in (start, step)]
+    return [
+        dtorch.jit(start, donate_argnums=(3,)),
+        dtorch.jit(step, donate_argnums=(3,), **options),
+    ]
 
 
 def generate(
-    config: Tree, params: Tree, mesh: Any, prompt_BL: Tensor, num_tokens: int, temperature: float
+    config: Tree,
+    params: Tree,
+    mesh: Any,
+    prompt_BL: Tensor,
+    num_tokens: int,
+    temperature: float,
+    **options: Any,
 ) -> Iterator[Tensor]:
     """Yields the tokens [B, 1] of each step, with the next step already under way."""
     num_slots, dtype = prompt_BL.shape[1] + num_tokens, params["model"]["norm"]["weight"].dtype
-    start, step = steps(config, temperature)
+    start, step = steps(config, temperature, **options)
     ids, position, cache, key = inputs(config, mesh, prompt_BL, num_slots, dtype)
     ids, position, cache = start(params, ids, position, cache, key)
     for _ in range(num_tokens - 1):
@@ -299,6 +310,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=440)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cuda-graph", action="store_true", help="one launch a device and token")
     args = parser.parse_args()
     if args.experts is not None and args.experts < 2:
         parser.error(f"--experts {args.experts}: two of them see each token.")
@@ -317,7 +329,8 @@ def main() -> None:
         raise SystemExit(f"--prompt: {len(texts[0])} tokens leave this model no room for more.")
 
     printed, times = "", [time.perf_counter()]
-    for ids in generate(config, params, mesh, prompt_BL, num_tokens, args.temperature):
+    sampling = num_tokens, args.temperature
+    for ids in generate(config, params, mesh, prompt_BL, *sampling, cuda_graph=args.cuda_graph):
         for text, (token,) in zip(texts, ids.tolist(), strict=True):
             text += [token] if text[-1] not in config["eos_token_id"] else []
         times.append(time.perf_counter())

@@ -229,9 +229,10 @@ def main() -> None:
     parser.add_argument("--mesh", default="dp=1", help="the axes and their sizes")
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--out", type=Path, default=OWN_MODEL)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     axes = {name: int(size) for name, size in (axis.split("=") for axis in args.mesh.split(","))}
-    mesh = dtorch.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = dtorch.init_device_mesh(args.device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
     config = read_config(args.out)

@@ -1,9 +1,7 @@
 """jit(cuda_graph=True) computes what jit computes; on the CPU, whose graphs `graph_fake` makes."""
 
-import functools
 import gc
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -378,13 +376,10 @@ def test_a_step_of_the_llama_example_is_one_launch() -> None:
     llama = load_example()
     config, params = llama.load(llama.OWN_MODEL, llama.make_mesh("dp=1", "cpu"))
     mesh, prompt = params["model"]["norm"]["weight"].device_mesh, torch.tensor([[1, 2, 3, 4]])
-    theirs = [ids.tolist() for ids in llama.generate(config, params, mesh, prompt, 12, 0.0)]
-    llama.dtorch = types.SimpleNamespace(**vars(dtorch))
-    llama.dtorch.jit = functools.partial(dtorch.jit, cuda_graph=True)
-    try:
-        ours = [ids.tolist() for ids in llama.generate(config, params, mesh, prompt, 12, 0.0)]
-    finally:
-        llama.dtorch = dtorch
+    theirs, ours = (
+        [ids.tolist() for ids in llama.generate(config, params, mesh, prompt, 12, 0.0, **options)]
+        for options in ({}, {"cuda_graph": True})
+    )
     assert ours == theirs
     assert (Graph.made, Graph.replays) == (1, 9)
 
