@@ -168,8 +168,7 @@ def inputs(config: Tree, mesh: Any, prompt_BL: Tensor, num_slots: int, dtype: An
 def steps(config: Tree, temperature: float, **options: Any) -> list[Any]:
     """Returns two jitted functions that give the next token, its position and the new cache.
 
-    The first takes the parameters and `inputs`, the second also the token in place of the prompt,
-    with options of `jit`.
+    They take the parameters and `inputs`; the second, with options of `jit`, a token as prompt.
     """
 
     def sample(logits_BV: Tensor, position_1: Tensor, key: Tensor) -> Tensor:
@@ -184,10 +183,8 @@ def steps(config: Tree, temperature: float, **options: Any) -> list[Any]:
         logits_BV, cache = decode(config, params, ids_B1, position_1, cache)
         return sample(logits_BV, position_1 + 1, key), position_1 + 1, cache
 
-    return [
-        dtorch.jit(start, donate_argnums=(3,)),
-        dtorch.jit(step, donate_argnums=(3,), **options),
-    ]
+    jit = partial(dtorch.jit, donate_argnums=(3,))
+    return [jit(start), jit(step, **options)]
 
 
 def generate(
