@@ -6,6 +6,9 @@ access is in order if it comes after every write to the same memory, a write aft
 memory may be freed if the stream that it was allocated on comes after every access, or the
 allocator has been told of the streams that do not.
 
+The devices have communicators, which part of the collectives that NCCL could carry out use: what
+is launched for a group reads and writes the memory of each device on the lane that it gives.
+
 `python -m tests.streams 10000` runs that many random programs.
 """
 
@@ -15,17 +18,18 @@ import sys
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import optree
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import dtorch
 from dtorch import Partial, Replicate, Shard
 from dtorch.mesh import Device
-from dtorch.runtime import shards, streams, worker
+from dtorch.redistribution import Collective, Step
+from dtorch.runtime import collectives, communicators, shards, streams, worker
 from dtorch.runtime.streams import Lane
 
 Stream = tuple[Any, int]
@@ -40,6 +44,7 @@ class World:
         self.faults: list[str] = []
         self.num_accesses = 0
         self.ranges: list[str] = []
+        self.communicators: Any = None
         self.clocks: dict[Stream, Counter[Stream]] = defaultdict(Counter)
         self.owners: dict[int, Stream] = {}
         self.kept: dict[int, set[Stream]] = {}
@@ -109,6 +114,12 @@ class Recorded:
     def _is_left_out(self, what: str) -> bool:
         return self._fault == what and self._drawn.random() < 0.3
 
+    def begin(self) -> None:
+        """These devices are none of torch's."""
+
+    def stream(self, lane: Lane) -> Stream:
+        return self._device, int(lane)
+
     @contextlib.contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
         if self._is_left_out("lane"):
@@ -140,6 +151,62 @@ class Recorded:
 
     def pop(self) -> None:
         self._world.ranges.append(f"{self._device} pop")
+
+
+class Communicators:
+    """Collectives that are launched for a group: what `communicators` does, on recorded lanes."""
+
+    def __init__(self, world: World, ids: list[int], fault: str, drawn: random.Random) -> None:
+        self._world = world
+        self._devices = {Device("cpu", i) for i in ids}
+        self._fault = fault
+        self._drawn = drawn
+        self._chosen: dict[Any, bool] = {}
+        self._late: list[Any] = []
+        self._is_carried = communicators.is_carried
+        self.num_launches = 0
+
+    def check(self, groups: Any) -> None:
+        """These devices need none."""
+
+    def is_joined(self, group: Sequence[Device]) -> bool:
+        return len(group) > 1 and self._devices.issuperset(group)
+
+    def is_carried(self, step: Step, members: Sequence[int]) -> bool:
+        """As the real one, but for some steps, which are carried out by copies."""
+        if not self._is_carried(step, members):
+            return False
+        return self._chosen.setdefault((step, tuple(members)), self._drawn.random() < 0.8)
+
+    def launch(
+        self, kind: Collective, op: str, inputs: Any, outputs: Any, lanes: Sequence[Stream]
+    ) -> None:
+        with _disable_current_modes():
+            compute(kind, op, inputs, outputs)
+        accesses = [
+            (lane, f"{kind.value}", storages(given), storages(received))
+            for lane, given, received in zip(lanes, inputs, outputs, strict=True)
+        ]
+        if self._fault == "one lane":
+            accesses = [(lanes[0], *access) for _, *access in accesses]
+        if self._fault == "late":  # the members go on before the launch
+            accesses, self._late = self._late, accesses
+        for access in accesses:
+            self._world.launch(*access)
+        self.num_launches += 1
+
+
+def compute(
+    kind: Collective, op: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> None:
+    """Fills what the devices of a group receive of a collective."""
+    whole = torch.stack(list(inputs))
+    if kind is not Collective.ALL_GATHER:
+        whole = collectives.reduce_parts(list(inputs), op)
+    pieces = whole if kind is Collective.REDUCE_SCATTER else [whole] * len(outputs)
+    for piece, output in zip(pieces, outputs, strict=True):
+        assert piece.shape == output.shape and output.is_contiguous()
+        output.copy_(piece)
 
 
 class _Event:
@@ -189,6 +256,7 @@ def storages(tree: Any) -> list[Any]:
 # -- random programs -----------------------------------------------------------------------
 
 _numbers = iter(range(1000, 1 << 30, 8))
+COMMUNICATORS = ("is_joined", "is_carried", "launch", "check")
 
 
 @contextlib.contextmanager
@@ -196,9 +264,14 @@ def recorded(fault: str = "", seed: int = 0) -> Iterator[tuple[World, list[int]]
     """A context with a world, and the ids of eight devices that live in it."""
     world, drawn, start = World(), random.Random(seed), next(_numbers)
     real = streams.lanes_of, shards.handed_over, shards.order_caller
+    real_communicators = {name: getattr(communicators, name) for name in COMMUNICATORS}
+    ids = list(range(start, start + 8))
+    joined = Communicators(world, ids, fault, drawn)
     streams.lanes_of = lambda device: Recorded(world, device, fault, drawn)
     shards.handed_over, shards.order_caller = world.handed_over, world.order_caller
-    ids = list(range(start, start + 8))
+    for name in COMMUNICATORS:
+        setattr(communicators, name, getattr(joined, name))
+    world.communicators = joined
     try:
         dtorch.synchronize([Device("cpu", i) for i in ids])  # makes the workers
         with _Watch(world, CALLER):
@@ -206,6 +279,8 @@ def recorded(fault: str = "", seed: int = 0) -> Iterator[tuple[World, list[int]]
         dtorch.synchronize()
     finally:
         streams.lanes_of, shards.handed_over, shards.order_caller = real
+        for name, function in real_communicators.items():
+            setattr(communicators, name, function)
 
 
 def run_program(ids: list[int], seed: int) -> None:
@@ -285,7 +360,10 @@ def main(count: int) -> None:
             if world.faults:
                 raise SystemExit(f"program {seed}: {world.faults[:3]}")
             if seed % 500 == 499:
-                print(f"{seed + 1} programs, {world.num_accesses} launches, nothing unordered")
+                print(
+                    f"{seed + 1} programs, {world.num_accesses} launches, "
+                    f"{world.communicators.num_launches} of groups, nothing unordered"
+                )
         worker.stop()
 
 

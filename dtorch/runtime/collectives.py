@@ -4,7 +4,8 @@ Takes one step of a redistribution; says for each device whom it meets and, for 
 pieces of the parts it takes and how it joins them. The plan is plain data, which the portable and
 the native executor run alike. A posted tensor is never written to again, so a peer may read it at
 any later time; it is freed when its last reader drops it. Reductions add in the order of the
-group, on every device alike, so replicas agree bit for bit.
+group, on every device alike, so replicas agree bit for bit. Where the group has a communicator,
+its first member launches one collective for all (`communicators`), whose order is NCCL's own.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from collections.abc import Sequence
 
 import torch
 
+from ..lowering import LocalProgram, LocalStep
 from ..mesh import Device
 from ..placement import Partial, Shard
 from ..redistribution import Collective, Step, group_of, pieces
 from ..spec import Box, chunk
+from . import communicators
 
 TWO_PHASE_BYTES = 1 << 16
 """From this size on an all-reduce reduces one piece a device and gathers the pieces."""
@@ -37,6 +40,7 @@ class Join(enum.Enum):
     CONCATENATE = 2
     REDUCE = 3
     PLACE = 4  # each piece at its place in a new tensor, the rest filled
+    TOGETHER = 5  # a collective of the pieces that the first member launches for the whole group
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,10 +59,11 @@ class Round:
     Attributes:
         pieces: What it takes.
         join: How it joins them.
-        dim: The dim of a concatenation.
+        dim: The dim of a concatenation, or of a collective that gathers or scatters.
         op: The reduction.
-        shape: The shape of the new tensor that pieces are placed in.
+        shape: The shape of the new tensor that pieces are placed in, or a collective writes to.
         fill: What is where no piece is; None for what adds nothing.
+        kind: The collective that is launched together.
     """
 
     pieces: tuple[Piece, ...]
@@ -67,6 +72,7 @@ class Round:
     op: str = ""
     shape: tuple[int, ...] = ()
     fill: float | None = None
+    kind: Collective | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,7 +110,10 @@ def meeting(step: Step, device: Device) -> Meeting | None:
         return Meeting((device,), (), 0, (_local(step, index),), step.target.dtype, place)
     members = group_of(mesh, step.axes)[index]
     group = tuple(mesh.devices[m] for m in members)
-    rounds = _rounds(step, index, members)
+    if communicators.is_joined(group) and communicators.is_carried(step, members):
+        rounds = _together(step, index, members)
+    else:
+        rounds = _rounds(step, index, members)
     return Meeting(group, group, members.index(index), rounds, step.target.dtype, place)
 
 
@@ -123,6 +132,30 @@ def _local(step: Step, index: int) -> Round:
         if not first and step.target.placements[axis].is_partial("sum"):
             return Round((), Join.PLACE, shape=_sizes(wanted))
     return Round((Piece(0),), Join.SAME)
+
+
+def _together(step: Step, index: int, members: tuple[int, ...]) -> tuple[Round, ...]:
+    """A device takes its own part, and one collective of the group makes of all what it needs."""
+    own = Round((Piece(members.index(index)),), Join.SAME)
+    everyone = tuple(map(Piece, range(len(members))))
+    before, after = (s.placements[step.axes[0]] for s in (step.source, step.target))
+    op = before.op if isinstance(before, Partial) else ""
+    dim = next((p.dim for p in (before, after) if isinstance(p, Shard)), 0)
+    shape = step.target.local_shapes[index]
+    if step.kind is Collective.ALL_GATHER:
+        shape = (len(members), *step.source.local_shapes[index])
+    return (own, Round(everyone, Join.TOGETHER, dim, op, shape, kind=step.kind))
+
+
+def launched_together(program: LocalProgram) -> list[tuple[Device, ...]]:
+    """Returns the groups of devices for which a program launches collectives."""
+    steps = dict.fromkeys(i.step for i in program.instructions if isinstance(i, LocalStep))
+    found = (meeting(step, device) for step in steps for device in program.devices)
+    return list(
+        dict.fromkeys(
+            m.group for m in found if m is not None and any(r.kind is not None for r in m.rounds)
+        )
+    )
 
 
 def _rounds(step: Step, index: int, members: tuple[int, ...]) -> tuple[Round, ...]:
@@ -237,13 +270,13 @@ def _sizes(box: Box) -> tuple[int, ...]:
 
 
 def join(round: Round, meeting: Meeting, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns what a device makes of a round, given the parts of the group."""
-    taken = [_cut(parts[p.member], p.cuts) for p in round.pieces]
+    """Returns what a device makes of a round, given the parts of the group, wherever they are."""
+    cut = [_cut(parts[p.member], p.cuts) for p in round.pieces]
+    taken = [_brought(part, meeting.device) for part in cut]
     if round.join is Join.SAME:
-        return _brought(taken[0], meeting.device)
+        return taken[0]
     if round.join is Join.COPY:
-        moved = _brought(taken[0], meeting.device)
-        return moved.clone() if moved is taken[0] else moved
+        return taken[0].clone() if taken[0] is cut[0] else taken[0]
     if round.join is Join.CONCATENATE:
         return torch.cat(taken, round.dim)
     if round.join is Join.REDUCE:
@@ -265,6 +298,23 @@ def _brought(part: torch.Tensor, device: torch.device) -> torch.Tensor:
     staged.copy_(part, non_blocking=True)
     torch.accelerator.current_stream(part.device).synchronize()
     return staged
+
+
+def prepared(
+    round: Round, meeting: Meeting, part: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what a device gives to a collective that is launched together, and what it fills."""
+    if round.kind is Collective.REDUCE_SCATTER:
+        part = part.unflatten(round.dim, (len(meeting.group), -1)).movedim(round.dim, 0)
+    filled = torch.empty(round.shape, dtype=meeting.dtype, device=meeting.device)
+    return part.contiguous(), filled
+
+
+def completed(round: Round, filled: torch.Tensor) -> torch.Tensor:
+    """Returns what a device has of a collective that has been launched together."""
+    if round.kind is Collective.ALL_GATHER:
+        return filled.movedim(0, round.dim).flatten(round.dim, round.dim + 1)
+    return filled
 
 
 def _cut(part: torch.Tensor, cuts: Cuts) -> torch.Tensor:

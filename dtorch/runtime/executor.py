@@ -8,9 +8,7 @@ collectives that its peers wait in.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,21 +17,19 @@ from ..lowering import (
     LocalCall,
     LocalProgram,
     LocalShow,
-    LocalStep,
     PerDevice,
     slots_read,
     slots_written,
 )
 from ..mesh import Device, DeviceMesh
 from ..program import Ref, ScalarRef
-from ..source import Site, line_at
-from . import collectives, lent, peers, streams, timeline
-from .collectives import Meeting, Round
-from .failures import failure_of, stopped_failure
+from . import collectives, communicators, peers, streams, timeline
+from .frames import Action, Call, DeviceState, Frame, failure, free
 from .graph_calls import run_graph
-from .shards import Borrowed, Failure, Launched, Shards, order_caller
-from .streams import Lane, Lanes, Launch
-from .timeline import Phase, Span
+from .shards import Failure, Shards
+from .steps import show_action, step_action
+from .streams import Lanes, Launch
+from .timeline import Phase
 
 
 class Executable:
@@ -49,6 +45,7 @@ class Executable:
 
     def __init__(self, program: LocalProgram) -> None:
         peers.check(map(streams.place_of, program.devices))
+        communicators.check(collectives.launched_together(program))
         self.program = program
         self.sizes = [len(mesh.devices) for _, mesh in program.outputs]
         # Each operation on it is atomic, so the workers need no lock.
@@ -61,145 +58,6 @@ class Executable:
         if bound is None:
             bound = self._bound[state.device] = _bind(self.program, state)
         return bound
-
-
-class Call:
-    """One submission of an executable, shared by the workers that run it.
-
-    Args:
-        executable: What runs.
-        inputs: For each input, its shards.
-        outputs: For each output, the shards to fill.
-        scalars: The run-time scalars.
-        num_threads: Intra-operation threads for each worker.
-        site: Where the user made the call.
-        number: Its number in the timeline that is recorded, or 0.
-    """
-
-    __slots__ = (
-        "executable",
-        "inputs",
-        "num_threads",
-        "number",
-        "outputs",
-        "scalars",
-        "site",
-    )
-
-    def __init__(
-        self,
-        executable: Executable,
-        inputs: Sequence[Shards],
-        outputs: Sequence[Shards],
-        scalars: Sequence[Any],
-        num_threads: int,
-        site: Site | None,
-        number: int,
-    ) -> None:
-        self.executable = executable
-        self.inputs = inputs
-        self.outputs = outputs
-        self.scalars = scalars
-        self.num_threads = num_threads
-        self.site = site
-        self.number = number
-
-    def exchange(self, key: Any, size: int) -> Shards:
-        """Returns what a group shows each other in a round."""
-        entry = (Shards.pending(size), [])
-        return self.executable.exchanges.setdefault((self, key), entry)[0]
-
-    def leave(self, key: Any, visitors: int) -> None:
-        """Says that one of the visitors of an exchange needs it no longer; the last frees it."""
-        exchanges = self.executable.exchanges
-        _, done = exchanges[self, key]
-        done.append(None)
-        if len(done) == visitors:
-            exchanges.pop((self, key), None)
-
-
-class DeviceState:
-    """What one worker keeps between programs: its device, lanes, a generator, the stop signal."""
-
-    def __init__(self, device: Device, stopping: threading.Event) -> None:
-        self.device = device
-        self.stopping = stopping
-        self.lanes: Lanes | None = streams.lanes_of(device)
-        self._generator: torch.Generator | None = None
-
-    def reached(self) -> Launched | None:
-        """Returns what ends when all ends that has been launched so far; None without lanes."""
-        if self.lanes is None:
-            return None
-        self.lanes.wait(Lane.COMMUNICATION, self.lanes.record(Lane.COMPUTE))
-        return Launched(None, self.lanes.record(Lane.COMMUNICATION))
-
-    def generator(self, device: torch.device) -> torch.Generator:
-        """Returns the worker's own generator, whose state each random instruction sets."""
-        if self._generator is None:
-            self._generator = torch.Generator(device)
-        return self._generator
-
-
-class _Frame:
-    """One run of a program on one device: its slots, and the caller's memory that it reads."""
-
-    __slots__ = ("call", "events", "loans", "names", "poisoned", "slots", "state")
-
-    def __init__(self, call: Call, bound: _Bound, state: DeviceState) -> None:
-        self.call = call
-        self.names = bound.names
-        self.events: dict[int, Any] = {}  # of slots, on a device with lanes
-        self.slots: list[Any] = [None] * call.executable.program.num_slots
-        self.state = state
-        self.poisoned = False
-        self.loans: list[Borrowed] = []
-
-    def settled(self, part: Any) -> Any:
-        """Returns what others may see of a part.
-
-        The caller must not have written to what this run has read, and what is in the caller's
-        memory stays borrowed.
-        """
-        for loan in self.loans:
-            if type(part) is Failure:
-                break
-            if loan.is_broken():
-                return loan.broken()
-            if isinstance(part, torch.Tensor) and loan.lends(part):
-                part = Borrowed(part, loan.owner, loan.version, loan.gone)
-        return part
-
-    def renew_loans(self, results: Iterable[int]) -> None:
-        """After a graph has run: what it gave is lent anew, and what it was given is gone."""
-        self.loans = [loan for loan in self.loans if loan.gone is None or not loan.is_broken()]
-        for part in map(self.slots.__getitem__, results):
-            entry = lent.entry_of(part) if isinstance(part, torch.Tensor) else None
-            if entry is not None:
-                self.loans.append(Borrowed(part, entry.owner, entry.version, entry.gone))
-
-    def shown(self, part: Any, event: Any) -> Any:
-        """Returns a part as others may see it, who wait for an event, if there is one."""
-        part = self.settled(part) if self.loans else part
-        return part if event is None or type(part) is Failure else Launched(part, event)
-
-    def store(self, slot: int, value: Any) -> None:
-        if type(value) is Failure:
-            self.poisoned = True
-        self.slots[slot] = value
-
-    def doing(self, instruction: int, phase: Phase) -> AbstractContextManager[Any]:
-        """Returns a context for a part of an instruction, which the timeline has if recorded."""
-        if timeline.recorder is None:
-            return timeline.NOTHING
-        call, state = self.call, self.state
-        program, device = call.executable.program, str(state.device)
-        span = Span(device, program, call.number, call.site, instruction, phase, 0, 0)
-        lanes = state.lanes
-        return timeline.Slice(span, lanes, self.names[instruction][phase] if lanes else "")
-
-
-Action = Callable[[_Frame], None]
 
 
 class _Bound(NamedTuple):
@@ -218,7 +76,7 @@ class _Bound(NamedTuple):
 def run(call: Call, state: DeviceState) -> None:
     """Runs a call on one device and fills its output shards there. Never raises."""
     bound = call.executable.bound(state)
-    frame = _Frame(call, bound, state)
+    frame = Frame(call, bound.names, state)
     slots, inputs, outputs = frame.slots, call.inputs, call.outputs
     for slot, number, index in bound.inputs:
         slots[slot] = part = inputs[number]._parts[index]
@@ -278,8 +136,8 @@ def _actions(
         return []
     if isinstance(instruction, LocalShow):
         phase = None if meeting.member is None else Phase.SHOW
-        return [(_show_action(program, instruction, meeting), number, phase)]
-    return [(_step_action(program, instruction, meeting, number), number, None)]
+        return [(show_action(program, instruction, meeting), number, phase)]
+    return [(step_action(program, instruction, meeting, number), number, None)]
 
 
 def _launched(action: Action, launch: Launch | None, lanes: Lanes) -> Action:
@@ -287,7 +145,7 @@ def _launched(action: Action, launch: Launch | None, lanes: Lanes) -> Action:
     assert launch is not None
     lane = launch.lane
 
-    def launched(frame: _Frame) -> None:
+    def launched(frame: Frame) -> None:
         events, slots = frame.events, frame.slots
         for slot in launch.waits:
             if (event := events.get(slot)) is not None:
@@ -324,14 +182,14 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
     reads, results = slots_read(call), slots_written(call)
     is_graph = call.op is run_graph
 
-    def action(frame: _Frame) -> None:
+    def action(frame: Frame) -> None:
         slots = frame.slots
         if frame.poisoned:
             failed = next((slots[s] for s in reads if type(slots[s]) is Failure), None)
             if failed is not None:
                 for s in results:
                     slots[s] = failed
-                _free(slots, frees)
+                free(slots, frees)
                 return
         try:
             values = args.copy()
@@ -360,18 +218,13 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
             if is_graph:
                 frame.renew_loans(results)
         except BaseException as error:  # a kernel in Python may raise SystemExit
-            failure = _failure(program, call.origin, frame, error)
+            failed = failure(program, call.origin, frame, error)
             for s in results:
-                frame.store(s, failure)
+                frame.store(s, failed)
         for s in frees:
             slots[s] = None
 
     return action
-
-
-def _free(slots: list[Any], frees: tuple[int, ...]) -> None:
-    for s in frees:
-        slots[s] = None
 
 
 def _returns_list(op: torch._ops.OpOverload) -> bool:
@@ -392,7 +245,7 @@ def _resolve(value: Any, index: int) -> Any:
     return value
 
 
-def _filler(value: Any) -> Callable[[_Frame], Any] | None:
+def _filler(value: Any) -> Callable[[Frame], Any] | None:
     if type(value) is Ref:
         slot = value.id
         return lambda frame: frame.slots[slot]
@@ -405,110 +258,3 @@ def _filler(value: Any) -> Callable[[_Frame], Any] | None:
             pairs = list(zip(value, fillers, strict=True))
             return lambda frame: [v if f is None else f(frame) for v, f in pairs]
     return None
-
-
-def _failure(program: LocalProgram, origin: int, frame: _Frame, error: BaseException) -> Failure:
-    device, line = str(frame.state.device), line_at(frame.call.site)
-    return failure_of(program, origin, device, line, error)
-
-
-# -- redistribution ------------------------------------------------------------------------
-
-
-def _show_action(program: LocalProgram, instruction: LocalShow, meeting: Meeting) -> Action:
-    key = (instruction.number, meeting.group[0], 0)
-
-    def action(frame: _Frame) -> None:
-        if meeting.member is not None:
-            event = frame.events.get(instruction.input)
-            try:
-                part = _plain(frame.slots[instruction.input])
-                if _is_tensor(part) and lent.entry_of(part) is not None:
-                    part = part.clone()  # a peer may be late, and the graph ahead of it
-                    event = _event_of(frame, Lane.COMPUTE)
-            except Exception as error:
-                part = _failure(program, instruction.origin, frame, error)
-            exchange = frame.call.exchange(key, len(meeting.group))
-            exchange.set(meeting.member, frame.shown(part, event))
-            if not meeting.rounds:
-                frame.call.leave(key, len(meeting.visitors))
-        _free(frame.slots, instruction.frees)
-
-    return action
-
-
-def _step_action(
-    program: LocalProgram, instruction: LocalStep, meeting: Meeting, number: int
-) -> Action:
-    """Binds a step: a device takes pieces and joins them; in a second round it shows that."""
-    name = (instruction.number, meeting.group[0])
-
-    def action(frame: _Frame) -> None:
-        part = None
-        for count, round in enumerate(meeting.rounds):
-            if not meeting.visitors:
-                parts = [frame.slots[instruction.input]]
-            else:
-                if count:
-                    exchange = frame.call.exchange((*name, count), len(meeting.group))
-                    event = _event_of(frame, Lane.COMMUNICATION)
-                    exchange.set(meeting.member or 0, frame.shown(part, event))
-                with frame.doing(number, Phase.WAIT):
-                    parts = _met(frame, meeting, (*name, count), round)
-            failed = next((p for p in parts if type(p) is Failure), None)
-            if failed is not None:
-                # The peers have seen it too, and start no other round either.
-                part = failed
-                break
-            with frame.doing(number, Phase.TAKE):
-                try:
-                    part = collectives.join(round, meeting, parts)
-                except Exception as error:
-                    part = _failure(program, instruction.origin, frame, error)
-        if meeting.rounds:
-            frame.store(instruction.output, part)
-        _free(frame.slots, instruction.frees)
-
-    return action
-
-
-def _met(frame: _Frame, meeting: Meeting, key: tuple[Any, ...], round: Round) -> Sequence[Any]:
-    """The parts of the group, where the round takes a piece of them."""
-    exchange = frame.call.exchange(key, len(meeting.group))
-    taken = [p.member for p in round.pieces]
-    while not exchange.wait(taken, 0.2):
-        if frame.state.stopping.is_set():
-            return [stopped_failure()]
-    parts: list[Any] = [None] * len(exchange)
-    for member in taken:
-        parts[member] = exchange.part(member)
-    _order_after(frame, [parts[m] for m in taken], [exchange.event(m) for m in taken])
-    frame.loans += exchange.loans(taken)
-    frame.call.leave(key, len(meeting.visitors))
-    return parts
-
-
-def _order_after(frame: _Frame, parts: Sequence[Any], events: Sequence[Any]) -> None:
-    """Has the lane of communication wait for what peers have shown, and keep their memory.
-
-    A device without lanes reads it by the streams of its own thread.
-    """
-    lanes = frame.state.lanes
-    shown = [(p, e) for p, e in zip(parts, events, strict=True) if _is_tensor(p) and e is not None]
-    if lanes is None:
-        for part, event in shown:
-            order_caller(part, event)
-        return
-    for event in dict.fromkeys(event for _, event in shown):
-        lanes.wait(Lane.COMMUNICATION, event)
-    lanes.keep(Lane.COMMUNICATION, [part for part, _ in shown])
-
-
-def _event_of(frame: _Frame, lane: Lane) -> Any:
-    """An event for what a lane has computed so far."""
-    lanes = frame.state.lanes
-    return None if lanes is None else lanes.record(lane)
-
-
-def _plain(part: Any) -> Any:
-    return part if type(part) is Failure else part.resolve_conj().resolve_neg()

@@ -30,6 +30,7 @@ from ..errors import CollectiveError, DTorchError, MeshError, MutationError, Shu
 from ..local_ops import LocalFunction, function_of
 from ..mesh import DeviceMesh
 from ..spec import dtype_name
+from . import streams
 from .shards import Launched, handed_over, order_caller
 
 stopping = threading.Event()
@@ -83,7 +84,7 @@ class Run:
             if self._taken[number, called.group] == len(called.group):
                 for p in called.group:
                     del self._shown[number, p]
-        return [_received(part) for part in parts]
+        return [_received(shown, part.device) for shown in parts]
 
     def _check(self, number: int, group: Sequence[int]) -> None:
         texts = {
@@ -134,12 +135,15 @@ def differing(
     )
 
 
-def _received(part: Any) -> Tensor:
-    """What a peer has shown, for what this thread launches next."""
-    if type(part) is not Launched:
-        return part
-    order_caller(part.part, part.event)
-    return part.part
+def _received(shown: Any, device: torch.device) -> Tensor:
+    """What a peer has shown, on a device, for what this thread launches next there."""
+    if type(shown) is not Launched:
+        return shown.to(device)
+    part = shown.part
+    if part.device != device:
+        streams.visit(part.device)
+    order_caller(part, shown.event)
+    return part.to(device)
 
 
 _runs: dict[int, Run] = {}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -118,6 +119,14 @@ def _lane(instruction: Any, device: Device, written: dict[int, tuple[Lane, int]]
 class Lanes(Protocol):
     """The lanes of one worker: what `TorchLanes` does on a device, and tests record."""
 
+    def begin(self) -> None:
+        """Makes the device the one of the calling thread, the worker's own."""
+        ...
+
+    def stream(self, lane: Lane) -> Any:
+        """Returns the stream that a lane is, for who launches there for several workers."""
+        ...
+
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """Returns a context whose work is launched on a lane."""
         ...
@@ -150,8 +159,16 @@ class TorchLanes:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._type = device.type
+        self._device = device
         self._streams = [torch.Stream(device) for _ in Lane]
+
+    def begin(self) -> None:
+        """As in `Lanes`. A thread that is left to the first device makes a context there too."""
+        torch.accelerator.set_device_index(self._device)
+
+    def stream(self, lane: Lane) -> torch.Stream:
+        """As in `Lanes`."""
+        return self._streams[lane]
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
         """As in `Lanes`."""
@@ -162,25 +179,56 @@ class TorchLanes:
         return self._streams[lane].record_event()
 
     def wait(self, lane: Lane, event: torch.Event) -> None:
-        """As in `Lanes`."""
+        """As in `Lanes`; so do the worker's copies from a peer, where the event is of one."""
         self._streams[lane].wait_event(event)
+        if event.device != self._device:
+            visit(event.device)
+            torch.accelerator.current_stream(event.device).wait_event(event)
 
     def keep(self, lane: Lane, tensors: Iterable[torch.Tensor]) -> None:
         """As in `Lanes`."""
         for tensor in tensors:
-            if tensor.device.type == self._type:
+            if tensor.device.type == self._device.type:
                 tensor.record_stream(self._streams[lane])
                 lent.used(tensor, self._streams[lane])
 
     def push(self, name: str) -> None:
         """As in `Lanes`: a range of NVTX, which is for CUDA alone."""
-        if self._type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.nvtx.range_push(name)
 
     def pop(self) -> None:
         """As in `Lanes`."""
-        if self._type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.nvtx.range_pop()
+
+
+class _Visited(threading.local):
+    def __init__(self) -> None:
+        self.devices: set[torch.device] = set()
+
+
+_visited = _Visited()
+
+
+def visit(device: torch.device) -> None:
+    """Gives the calling thread, a worker's, a stream of its own on the device of a peer.
+
+    PyTorch copies between devices on the current stream of the source, which waits for the
+    current stream of the target before, and for which that waits after (``copy_device_to_device``
+    in Copy.cu). By default all threads have the same there, so that copies of all workers would
+    queue behind each other and behind what the user launches.
+
+    Hand-over: the stream has to wait for the event of what it reads as the worker's lane does,
+    since PyTorch packs what is not contiguous there before it waits for the target. What it reads
+    belongs to the peer, and is kept by telling the allocator of the worker's lane, since that
+    waits for the copy; what it packs into is its own.
+    """
+    if device.type == "cpu" or device in _visited.devices:
+        return
+    _visited.devices.add(device)
+    with torch.accelerator.device_index(device.index):  # which setting the stream would change
+        torch.accelerator.set_stream(torch.Stream(device))
 
 
 def place_of(device: Device) -> torch.device | None:

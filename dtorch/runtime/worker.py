@@ -25,8 +25,9 @@ from ..errors import DTorchError, ShutdownError
 from ..mesh import Device
 from ..source import user_site
 from . import executor, local_calls, timeline
-from .executor import Call, DeviceState, Executable
+from .executor import Executable
 from .failures import stopped_failure
+from .frames import Call, DeviceState
 from .shards import Failure, Shards
 from .timeline import Doing
 
@@ -54,6 +55,7 @@ class Worker:
     def _run(self) -> None:
         _on_worker.active = True
         _set_thread_name(self._thread.name)  # for tools that watch the process
+        self._state.begin()
         is_stopping, take = self._state.stopping.is_set, self._queue.get_nowait
         with torch.inference_mode():
             while True:

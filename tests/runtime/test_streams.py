@@ -1,5 +1,9 @@
 """The order of launches on devices with streams, on streams that record it."""
 
+import contextlib
+import threading
+from typing import Any
+
 import pytest
 import streams as recorded_streams
 import torch
@@ -19,11 +23,12 @@ def test_random_programs_have_no_unordered_access() -> None:
             recorded_streams.run_program(ids, seed)
         dtorch.synchronize()
         assert world.num_accesses > 1000
+        assert world.communicators.num_launches > 40
         assert world.faults == []
 
 
 @python_only
-@pytest.mark.parametrize("fault", ["wait", "keep", "record", "lane"])
+@pytest.mark.parametrize("fault", ["wait", "keep", "record", "lane", "one lane", "late"])
 def test_what_is_left_out_is_found(fault: str) -> None:
     with recorded_streams.recorded(fault) as (world, ids):
         for seed in range(40):
@@ -102,3 +107,72 @@ def test_the_native_executor_does_what_the_plan_says(monkeypatch: pytest.MonkeyP
         assert len(lines) == len(expected)
         for ours, theirs in zip(lines, expected, strict=True):
             assert ours == theirs or (theirs.endswith("a peer") and ours.startswith("wait 1 for"))
+
+
+class Accelerator:
+    """What a worker's thread does with the streams of GPUs, which are not there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device = torch.device("cuda", 0)
+        self.current: dict[torch.device, Any] = {}
+        self.done: list[str] = []
+        accelerator = self
+
+        class Event:
+            def __init__(self, device: torch.device) -> None:
+                self.device = device
+
+        class Stream:
+            def __init__(self, device: torch.device) -> None:
+                self.device, self.name = device, f"{device}/{len(accelerator.current)}"
+
+            def wait_event(self, event: Event) -> None:
+                accelerator.done.append(f"{self.name} waits for {event.device}")
+
+        def set_stream(stream: Stream) -> None:
+            self.device = stream.device
+            self.current[stream.device] = stream
+            self.done.append(f"{stream.name} is current")
+
+        @contextlib.contextmanager
+        def device_index(index: int) -> Any:
+            before, self.device = self.device, torch.device("cuda", index)
+            yield
+            self.device = before
+
+        def set_device(device: torch.device) -> None:
+            self.device = device
+
+        self.Event = Event
+        monkeypatch.setattr(torch, "Stream", Stream)
+        monkeypatch.setattr(torch.accelerator, "set_stream", set_stream)
+        monkeypatch.setattr(torch.accelerator, "device_index", device_index)
+        monkeypatch.setattr(torch.accelerator, "set_device_index", set_device)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda d: self.current[d])
+
+
+def test_copies_from_a_peer_are_on_a_stream_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(monkeypatch)
+    own, peer = torch.device("cuda", 1), torch.device("cuda", 2)
+
+    def work() -> None:  # on a thread that has visited no device
+        lanes = streams.TorchLanes(own)
+        lanes.begin()
+        assert accelerator.device == own
+        lanes.wait(Lane.COMMUNICATION, accelerator.Event(own))
+        lanes.wait(Lane.COMMUNICATION, accelerator.Event(peer))
+        lanes.wait(Lane.COMMUNICATION, accelerator.Event(peer))
+        assert accelerator.device == own
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert accelerator.done == [
+        "cuda:1/0 waits for cuda:1",
+        "cuda:1/0 waits for cuda:2",
+        "cuda:2/0 is current",
+        "cuda:2/0 waits for cuda:2",
+        "cuda:1/0 waits for cuda:2",
+        "cuda:2/0 waits for cuda:2",
+    ]
+    assert set(accelerator.current) == {peer}

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <thread>
 #include <unordered_map>
 
@@ -36,6 +37,7 @@ thread_local bool this_is_a_worker = false;
 std::vector<void (*)(int)> thread_setters;
 std::atomic<bool> stopping{false};
 FailurePtr stopped_failure;
+Launcher launcher = nullptr;
 
 // -- one run of a program on one device ------------------------------------------------------
 
@@ -372,21 +374,23 @@ at::Tensor brought(const at::Tensor& part, at::Device device) {
 
 at::Tensor join(const Round& round, const Meeting& meeting, const std::vector<Part>& parts) {
   std::vector<at::Tensor> taken;
+  bool is_moved = false;
   for (size_t i = 0; i < round.pieces.size(); i++) {
-    taken.push_back(cut(parts[i].tensor, round.pieces[i].cuts));
+    at::Tensor piece = cut(parts[i].tensor, round.pieces[i].cuts);
+    taken.push_back(brought(piece, meeting.options.device()));
+    is_moved = !taken[i].is_same(piece);
   }
   switch (round.join) {
     case Join::kSame:
-      return brought(taken[0], meeting.options.device());
-    case Join::kCopy: {
-      at::Tensor moved = brought(taken[0], meeting.options.device());
-      return moved.is_same(taken[0]) ? moved.clone() : moved;
-    }
+      return taken[0];
+    case Join::kCopy:
+      return is_moved ? taken[0] : taken[0].clone();
     case Join::kConcatenate:
       return at::cat(taken, round.dim);
     case Join::kReduce:
       return reduce(taken, round.op);
     case Join::kPlace:
+    case Join::kTogether:  // is not joined by one device
       break;
   }
   at::Tensor result = round.fill ? at::full(round.shape, *round.fill, meeting.options)
@@ -397,10 +401,10 @@ at::Tensor join(const Round& round, const Meeting& meeting, const std::vector<Pa
 
 constexpr int kCompute = 0, kCommunication = 1;  // as `Lane` in streams.py
 
-Shards& arrive(Exchange& exchange, const Meeting& meeting) {
+Shards& arrive(Exchange& exchange, int size) {
   Shards* found = exchange.shards.load(std::memory_order_acquire);
   if (!found) {
-    auto made = std::make_unique<Shards>(meeting.size);
+    auto made = std::make_unique<Shards>(size);
     if (exchange.shards.compare_exchange_strong(found, made.get())) found = made.release();
   }
   return *found;
@@ -412,6 +416,13 @@ void leave(Exchange& exchange, const Meeting& meeting) {
   }
 }
 
+// Waits for parts of an exchange; whether they came before the workers were stopped.
+bool await(Shards& shown, const std::vector<int>& indices) {
+  while (!shown.wait(indices, 0.2)) {
+    if (stopping) return false;
+  }
+  return true;
+}
 
 // Begins a step: shows a part to the group, for its first round.
 void run_show(Frame& frame, const Instruction& instruction) {
@@ -430,7 +441,7 @@ void run_show(Frame& frame, const Instruction& instruction) {
     part = {at::Tensor(), frame.failure(instruction)};
   }
   Exchange& exchange = frame.call->exchanges[meeting.exchange];
-  arrive(exchange, meeting).set(meeting.member, frame.settled(std::move(part)));
+  arrive(exchange, meeting.size).set(meeting.member, frame.settled(std::move(part)));
   if (meeting.rounds.empty()) leave(exchange, meeting);
 }
 
@@ -441,6 +452,7 @@ void order_after(Lanes* lanes, const std::vector<Part>& taken) {
   for (const Part& part : taken) {
     if (!part.event || !part.tensor.defined()) continue;
     if (!lanes) {
+      visit(part.tensor.device());
       part.event->order_caller(part.tensor);
       continue;
     }
@@ -459,25 +471,123 @@ std::vector<Part> meet(Frame& frame, const Instruction& instruction, int number,
   if (meeting.visitors == 0) return std::vector<Part>(members.size(), part);
   Slice waiting(frame, instruction, Span::kWait);
   Exchange& exchange = frame.call->exchanges[meeting.exchange + number];
-  Shards& shown = arrive(exchange, meeting);
+  Shards& shown = arrive(exchange, meeting.size);
   if (number > 0) {
     Part next = part;
     if (frame.has_lanes() && !next.failure) next.event = frame.lanes->record(kCommunication);
     shown.set(meeting.member, std::move(next));
   }
+  if (!await(shown, members)) return {Part{at::Tensor(), stopped_failure}};
   std::vector<Part> taken;
-  while (!shown.wait(members, 0.2)) {
-    if (stopping) {
-      taken.push_back({at::Tensor(), stopped_failure});
-      break;
-    }
-  }
-  if (taken.empty()) {
-    for (int member : members) taken.push_back(shown.get(member));
-  }
+  for (int member : members) taken.push_back(shown.get(member));
   order_after(frame.has_lanes() ? frame.lanes.get() : nullptr, taken);
   leave(exchange, meeting);
   return taken;
+}
+
+// What a device makes of the pieces that it takes in a round.
+Part take(Frame& frame, const Instruction& instruction, int number, const Part& part) {
+  const Meeting& meeting = instruction.meetings[frame.device];
+  std::vector<Part> taken = meet(frame, instruction, number, part);
+  Part made;
+  for (const Part& p : taken) {
+    if (p.failure && !made.failure) made.failure = p.failure;
+    if (p.loan) frame.loans.push_back(p.loan);
+  }
+  if (made.failure) return made;
+  Slice taking(frame, instruction, Span::kTake);
+  try {
+    made.tensor = join(meeting.rounds[number], meeting, taken);
+  } catch (...) {
+    made.failure = frame.failure(instruction);
+  }
+  return frame.settled(std::move(made));
+}
+
+constexpr const char* kAllGather = "all_gather";
+constexpr const char* kReduceScatter = "reduce_scatter";
+
+// Launches a collective once all members have shown what they give: first that of each, then what
+// each receives, with a point of its lane. Returns what is wrong.
+FailurePtr launch(const Round& round, Shards& shown, int size) {
+  std::vector<int> given(2 * size);
+  std::iota(given.begin(), given.end(), 0);
+  if (!await(shown, given)) return stopped_failure;
+  std::vector<at::Tensor> inputs, outputs;
+  std::vector<std::optional<c10::Stream>> streams;
+  for (int member = 0; member < size; member++) {
+    Part input = shown.get(member), output = shown.get(size + member);
+    if (input.failure) return input.failure;
+    inputs.push_back(input.tensor);
+    outputs.push_back(output.tensor);
+    streams.push_back(output.event ? std::optional(output.event->stream()) : std::nullopt);
+  }
+  launcher(round, inputs, outputs, streams);
+  return nullptr;
+}
+
+// Shows what a device gives to a collective and where it receives; then waits until the first
+// member has launched it for all. Returns what is wrong, and what is received.
+Part launched(Frame& frame, const Instruction& instruction, int number, Part part, Shards& shown) {
+  const Meeting& meeting = instruction.meetings[frame.device];
+  const Round& round = meeting.rounds[number];
+  Slice waiting(frame, instruction, Span::kWait);
+  int size = meeting.size, outcome = 2 * size;
+  Part filled, end;
+  if (!part.failure) {
+    try {
+      if (round.kind == kReduceScatter) {
+        int64_t length = part.tensor.size(round.dim) / size;
+        part.tensor = part.tensor.unflatten(round.dim, {size, length}).movedim(round.dim, 0);
+      }
+      filled.tensor = at::empty(round.shape, meeting.options);
+      part.tensor = part.tensor.contiguous();
+      if (frame.has_lanes()) filled.event = frame.lanes->record(kCommunication);
+    } catch (...) {
+      part.failure = frame.failure(instruction);
+    }
+  }
+  at::Tensor received = filled.tensor;
+  part.event = nullptr;
+  shown.set(meeting.member, frame.settled(std::move(part)));
+  shown.set(size + meeting.member, std::move(filled));
+  if (meeting.member == 0) {
+    try {
+      end.failure = launch(round, shown, size);
+    } catch (...) {
+      end.failure = frame.failure(instruction);
+    }
+    shown.set(outcome, std::move(end));
+  }
+  if (!await(shown, {outcome})) return {at::Tensor(), stopped_failure};
+  return {received, shown.get(outcome).failure};
+}
+
+// What a device makes of a collective that the first member launches for all: see steps.py, also
+// for who owns what meanwhile.
+Part receive(Frame& frame, const Instruction& instruction, int number, Part part) {
+  const Meeting& meeting = instruction.meetings[frame.device];
+  const Round& round = meeting.rounds[number];
+  Exchange& exchange = frame.call->exchanges[meeting.exchange + number];
+  Shards& shown = arrive(exchange, 2 * meeting.size + 1);
+  Part made = launched(frame, instruction, number, std::move(part), shown);
+  if (!shown.ready(size_t(2 * meeting.size))) return made;  // the workers are stopped
+  Slice taking(frame, instruction, Span::kTake);
+  if (!made.failure) {
+    for (int member = 0; member < meeting.size; member++) {
+      LoanPtr loan = shown.get(member).loan;
+      if (loan) frame.loans.push_back(std::move(loan));
+    }
+    try {
+      if (round.kind == kAllGather) {
+        made.tensor = made.tensor.movedim(0, round.dim).flatten(round.dim, round.dim + 1);
+      }
+    } catch (...) {
+      made.failure = frame.failure(instruction);
+    }
+  }
+  leave(exchange, meeting);
+  return frame.settled(std::move(made));
 }
 
 void run_step(Frame& frame, const Instruction& instruction) {
@@ -486,21 +596,9 @@ void run_step(Frame& frame, const Instruction& instruction) {
   Part part;
   if (meeting.visitors == 0) part = frame.part(instruction.reads[0]);
   for (size_t number = 0; number < meeting.rounds.size(); number++) {
-    std::vector<Part> taken = meet(frame, instruction, int(number), part);
-    part = Part();
-    for (const Part& p : taken) {
-      if (p.failure) part.failure = part.failure ? part.failure : p.failure;
-      if (p.loan) frame.loans.push_back(p.loan);
-    }
-    // The peers have seen it too, and start no other round either.
-    if (part.failure) break;
-    Slice taking(frame, instruction, Span::kTake);
-    try {
-      part.tensor = join(meeting.rounds[number], meeting, taken);
-    } catch (...) {
-      part.failure = frame.failure(instruction);
-    }
-    part = frame.settled(std::move(part));
+    bool together = meeting.rounds[number].join == Join::kTogether;
+    part = together ? receive(frame, instruction, int(number), std::move(part))
+                    : take(frame, instruction, int(number), part);
   }
   part.event = nullptr;  // that of the result is recorded when the instruction ends
   frame.store(instruction.outputs[0], std::move(part));
@@ -799,6 +897,7 @@ std::vector<std::pair<std::string, std::vector<Span>>> take_spans() {
 }
 
 bool on_worker() { return this_is_a_worker; }
+void set_launcher(Launcher found) { launcher = found; }
 void set_thread_setters(std::vector<void (*)(int)> setters) { thread_setters = std::move(setters); }
 
 bool after_fork_in_child() {

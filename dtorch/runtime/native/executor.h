@@ -3,6 +3,7 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/Stream.h>
 #include <c10/util/SmallVector.h>
 
 #include "shards.h"
@@ -27,7 +28,7 @@ struct Piece {
   int member;
   std::vector<Cut> cuts, place;
 };
-enum class Join { kSame, kCopy, kConcatenate, kReduce, kPlace };
+enum class Join { kSame, kCopy, kConcatenate, kReduce, kPlace, kTogether };
 struct Round {
   std::vector<Piece> pieces;
   std::vector<int> members;  // of the pieces
@@ -36,6 +37,7 @@ struct Round {
   std::string op;
   std::vector<int64_t> shape;
   std::optional<double> fill;
+  std::string kind;  // of a collective that is launched together
 };
 // How one device takes part in a step: see `Meeting` in collectives.py.
 struct Meeting {
@@ -145,6 +147,12 @@ std::vector<std::string> worker_devices();
 void stop(FailurePtr stopped);
 
 bool on_worker();
+
+// Launches a collective for all devices of a group: see `launch` in communicators.py.
+using Launcher = void (*)(const Round& round, const std::vector<at::Tensor>& inputs,
+                          const std::vector<at::Tensor>& outputs,
+                          const std::vector<std::optional<c10::Stream>>& streams);
+void set_launcher(Launcher launcher);
 
 // Keeps up to `limit` bytes of freed large blocks for the next allocations of threads that use it.
 void install_host_cache(size_t limit);

@@ -22,8 +22,9 @@ from ...errors import ShutdownError
 from ...lowering import LocalCall, LocalProgram, LocalShow, LocalStep, PerDevice, slots_read
 from ...mesh import Device, DeviceMesh
 from ...program import Ref, ScalarRef, SourceLine
+from ...redistribution import Collective
 from ...source import is_library
-from .. import collectives, lent, local_calls, peers, streams, timeline
+from .. import collectives, communicators, lent, local_calls, peers, streams, timeline
 from ..failures import failure_of, stopped_failure
 from ..shards import Borrowed, Failure, written_to
 from ..timeline import Phase, Recorder, Span
@@ -41,6 +42,7 @@ class Executable:
 
     def __init__(self, program: LocalProgram) -> None:
         peers.check(map(streams.place_of, program.devices))
+        communicators.check(collectives.launched_together(program))
         self.program = program
         self.native = _handed_over(program)
 
@@ -243,7 +245,7 @@ def empty_cache() -> None:
 
 
 def _wake_loop() -> None:
-    """Calls what `when_ready` was given, for the workers, which never take the interpreter lock."""
+    """Calls what `when_ready` was given, for the workers, which go on without the interpreter."""
     while (wake := NATIVE.next_completion()) is not None:
         wake()
 
@@ -296,6 +298,17 @@ def _describe(
     return failure_of(program, origin, device, line, error)
 
 
+def _launch(
+    kind: str,
+    op: str,
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+    lanes: list[torch.Stream | None],
+) -> None:
+    """Launches a collective for all workers of a group, on the thread of one of them."""
+    communicators.launch(Collective(kind), op, inputs, outputs, lanes)
+
+
 def _after_fork_in_child() -> None:
     """As for the portable executor: no workers, no threads of OpenMP, nobody to wake."""
     message = (
@@ -332,6 +345,7 @@ NATIVE.give(
         "written_to": written_to,
         "start_waker": _start_waker,
         "dispatched": timeline.dispatched,
+        "launch": _launch,
     }
 )
 NATIVE.set_thread_setters(

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <unordered_set>
 
 #include "lent.h"
 
@@ -25,10 +26,12 @@ void keep_on(const VirtualGuardImpl& impl, const at::Tensor& tensor, const c10::
 
 struct StreamEvent : Event {
   mutable c10::Event event;
+  c10::Stream recorded;
 
-  explicit StreamEvent(const c10::Stream& stream) : event(stream.device_type()) {
+  explicit StreamEvent(const c10::Stream& stream) : event(stream.device_type()), recorded(stream) {
     event.record(stream);
   }
+  c10::Stream stream() const override { return recorded; }
   bool done() const override { return event.query(); }
   void synchronize() const override { event.synchronize(); }
   void order_caller(const at::Tensor& read) const override {
@@ -45,6 +48,8 @@ struct StreamLanes : Lanes {
   std::vector<c10::Stream> streams;
 
   explicit StreamLanes(c10::Device d) : impl(d.type()), device(d) {
+    // A thread that is left to the first device makes a context there too.
+    impl.setDevice(device);
     for (int lane = 0; lane < 2; lane++) streams.push_back(impl.getNewStream(device));
   }
   void enter(int lane) override {
@@ -52,8 +57,14 @@ struct StreamLanes : Lanes {
     impl.exchangeStream(streams[lane]);
   }
   EventPtr record(int lane) override { return std::make_shared<StreamEvent>(streams[lane]); }
+  // So do the worker's copies from a peer, where the event is of one.
   void wait(int lane, const Event& event) override {
-    static_cast<const StreamEvent&>(event).event.block(streams[lane]);
+    const auto& awaited = static_cast<const StreamEvent&>(event);
+    awaited.event.block(streams[lane]);
+    c10::Device peer = awaited.recorded.device();
+    if (peer == device) return;
+    visit(peer);
+    awaited.event.block(impl.getStream(peer));
   }
   void keep(int lane, const at::Tensor& tensor) override {
     keep_on(impl, tensor, streams[lane]);
@@ -83,6 +94,9 @@ struct TracedEvent : Event {
   bool done() const override { return true; }
   void synchronize() const override {}
   void order_caller(const at::Tensor&) const override {}
+  c10::Stream stream() const override {
+    return c10::Stream(c10::Stream::DEFAULT, c10::Device(c10::kCPU, 0));
+  }
 };
 
 struct TracedLanes : Lanes {
@@ -123,6 +137,13 @@ EventPtr event_of_caller(const at::Tensor& tensor) {
 void synchronize_caller(c10::Device device) {
   VirtualGuardImpl impl(device.type());
   impl.synchronizeStream(impl.getStream(device));
+}
+
+void visit(c10::Device device) {
+  thread_local std::unordered_set<c10::Device> visited;
+  if (device.is_cpu() || !visited.insert(device).second) return;
+  VirtualGuardImpl impl(device.type());
+  impl.exchangeStream(impl.getNewStream(device));
 }
 
 void trace_lanes(bool on) { is_tracing = on; }

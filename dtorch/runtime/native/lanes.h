@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 #include <memory>
 #include <string>
@@ -17,6 +18,7 @@ struct Event {
   virtual void synchronize() const = 0;  // waits on the host
   // Has the calling thread's current stream wait, and keeps what it reads from then on.
   virtual void order_caller(const at::Tensor& read) const = 0;
+  virtual c10::Stream stream() const = 0;  // that it is a point of
 };
 using EventPtr = std::shared_ptr<const Event>;
 
@@ -39,6 +41,10 @@ EventPtr event_of_caller(const at::Tensor& tensor);
 
 // Waits on the host for what the calling thread has launched on a device.
 void synchronize_caller(c10::Device device);
+
+// Gives this thread, a worker's, a stream of its own on the device of a peer, from which it copies:
+// see `visit` in streams.py.
+void visit(c10::Device device);
 
 // How one instruction uses the lanes: see `Launch` in streams.py.
 struct Launch {

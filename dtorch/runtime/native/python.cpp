@@ -20,7 +20,7 @@ namespace {
 struct Given {
   PyObject *ref, *scalar_ref, *per_device;  // classes of the arguments of a local program
   PyObject *failure, *borrowed;             // classes of parts
-  PyObject *describe, *is_library, *written_to, *start_waker, *dispatched;
+  PyObject *describe, *is_library, *written_to, *start_waker, *dispatched, *launch;
 };
 Given given;
 
@@ -308,6 +308,9 @@ Round round_of(const py::handle& round) {
   made.op = py::cast<std::string>(round.attr("op"));
   made.shape = py::cast<std::vector<int64_t>>(round.attr("shape"));
   made.fill = py::cast<std::optional<double>>(round.attr("fill"));
+  if (!round.attr("kind").is_none()) {
+    made.kind = py::cast<std::string>(round.attr("kind").attr("value"));
+  }
   return made;
 }
 
@@ -410,11 +413,20 @@ py::list spans() {
   return made;
 }
 
+// Takes the interpreter lock of a worker that waits for nobody.
+void launch_in_python(const Round& round, const std::vector<at::Tensor>& inputs,
+                      const std::vector<at::Tensor>& outputs,
+                      const std::vector<std::optional<c10::Stream>>& streams) {
+  py::gil_scoped_acquire gil;
+  py::reinterpret_borrow<py::object>(given.launch)(round.kind, round.op, inputs, outputs, streams);
+}
+
 void give(const py::dict& names) {
   auto take = [&](const char* name) { return py::object(names[name]).release().ptr(); };
   given = {take("Ref"),     take("ScalarRef"), take("PerDevice"),  take("Failure"),
            take("Borrowed"), take("describe"),  take("is_library"), take("written_to"),
-           take("start_waker"), take("dispatched")};
+           take("start_waker"), take("dispatched"), take("launch")};
+  set_launcher(&launch_in_python);
 }
 
 }  // namespace
