@@ -61,12 +61,12 @@ from .factories import (
 )
 from .generator import manual_seed
 from .jit import JitFunction, jit
-from .memory import DeviceMemory, memory_stats
+from .memory import DeviceMemory, empty_cache, memory_stats
 from .mesh import DeviceMesh, init_device_mesh
 from .placement import P, Partial, PartitionSpec, Placement, Replicate, Shard
 from .profiling import Profile, profile
 from .program import Program
-from .runtime import TensorFuture, empty_cache, health, synchronize
+from .runtime import TensorFuture, health, restart, synchronize
 from .shard_map import shard_map
 from .tensor import Tensor
 from .transforms import eval_shape, explain, grad, strict, value_and_grad
@@ -133,6 +133,7 @@ __all__ = [
     "randn",
     "random",
     "randperm",
+    "restart",
     "scalar_tensor",
     "shard_map",
     "strict",

@@ -1,9 +1,10 @@
 """The pass that compiles a local program: each stretch between communications becomes one call.
 
 Takes a `LocalProgram` and gives one that computes the same with fewer instructions. A stretch is a
-run of operations on one mesh that Inductor can take; it becomes a `LocalCall` of `run_compiled`,
-which finds a device's code by its number. Equal stretches (repeated layers, devices with equal
-shapes) are compiled once. What cannot be compiled stays as it was.
+run of operations on one mesh that Inductor can take; it becomes a `LocalCall` of `run_compiled`, or
+of `run_callable` on accelerators, which finds a device's code by its number. Equal stretches
+(repeated layers, devices with equal shapes) are compiled once, on accelerators once for each of
+them. What cannot be compiled stays as it was.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from .lowering import (
     with_instructions,
 )
 from .program import Program, Ref, ScalarRef
-from .runtime.stretches import Layout, add_compiled, run_compiled
+from .runtime import streams
+from .runtime.stretches import Layout, add_callable, add_compiled, run_callable, run_compiled
 from .spec import contiguous_stride
 
 LONGEST = 1024
@@ -102,8 +104,7 @@ def _fits(instruction: LocalInstruction, specs: LocalSpecs) -> TypeGuard[LocalCa
         return False
     op, touched = instruction.op, (*slots_read(instruction), *slots_written(instruction))
     return (
-        instruction.mesh.device_type == "cpu"
-        and (op.namespace == "aten" or op is fold_mm)
+        (op.namespace == "aten" or op is fold_mm)
         and not op._schema.is_mutable
         and (_UNFIT.isdisjoint(op.tags) or op is _ATTENTION)
         and all(slot in specs and _is_plain(specs[slot]) for slot in touched)
@@ -122,7 +123,8 @@ def _is_plain(shards: Sequence[Any]) -> bool:
 def _reads_indices(call: LocalCall, specs: LocalSpecs) -> bool:
     """Whether integers may say where to read or write.
 
-    The code that checks them throws, which ends the process if several threads run it.
+    The code that checks them throws, which ends the process if several threads run it; that of an
+    accelerator stops the accelerator, and so does PyTorch's kernel, which can be named for it.
     """
     operands = slots_read(call)
     if len(operands) < 2 or torch.Tag.pointwise in call.op.tags:
@@ -151,7 +153,8 @@ _DIVISIONS = {
 def _may_divide_by_zero(call: LocalCall, specs: LocalSpecs) -> bool:
     """Whether it divides by integers that may be zero, which would end the process.
 
-    Not all of Inductor's code, and none of torch 2.11's, looks first.
+    Not all of Inductor's code, and none of torch 2.11's, looks first. On an accelerator nobody
+    looks, and the results of PyTorch's kernels and of others differ.
     """
     if call.op not in _DIVISIONS or (type(call.args[1]) is int and call.args[1] != 0):
         return False
@@ -303,6 +306,8 @@ class _Part:
         self.stretches = [self._stretch(specs, i, num_threads) for i in devices]
 
     def _stretch(self, specs: LocalSpecs, index: int, num_threads: int) -> Stretch:
+        mesh = self.calls[0].mesh
+        is_on_host = streams.place_of(mesh.devices[index]) is None
         fresh = {s for c in self.calls for s in slots_written(c) if not _is_view(c)}
         inputs = (specs[s][index] for s in self.inputs)
         outputs = (specs[s][index] for s in self.outputs)
@@ -315,7 +320,8 @@ class _Part:
                 Layout(tuple(s.shape), s.stride, s.dtype, slot in fresh)
                 for slot, s in zip(self.outputs, outputs, strict=True)
             ),
-            num_threads,
+            num_threads if is_on_host else 0,
+            None if is_on_host else mesh.torch_device(index),
         )
 
     def _operation(self, call: LocalCall, index: int) -> Operation:
@@ -338,7 +344,8 @@ class _Part:
         inputs = [Ref(s) for s in self.inputs]
         scalars = [ScalarRef(n) for n in self.scalars]
         args, mesh = (number, inputs, scalars), self.calls[0].mesh
-        return LocalCall(run_compiled, args, (), tuple(self.outputs), mesh, origin)
+        run = run_compiled if self.stretches[0].place is None else run_callable
+        return LocalCall(run, args, (), tuple(self.outputs), mesh, origin)
 
 
 def _expected(shape: Sequence[int], stride: tuple[int, ...], dtype: torch.dtype) -> Layout:
@@ -358,12 +365,12 @@ def _numbered(parts: Iterable[_Part]) -> dict[str, int | None]:
     stretches = {s.key: s for part in parts for s in part.stretches}
     with _compiling:
         new = {k: s for k, s in stretches.items() if k not in _known}
-        failed = _build([s for s in new.values() if not inductor.library_of(s).exists()])
+        functions: dict[str, Any] = {}
+        failed = _build([s for s in new.values() if not _is_built(s)], functions)
         for key, stretch in new.items():
             if key not in failed:
                 try:
-                    path = str(inductor.library_of(stretch))
-                    _known[key] = add_compiled(path, _NUM_MODELS, stretch.inputs, stretch.results)
+                    _known[key] = _added(stretch, functions.get(key))
                 except RuntimeError as error:
                     failed[key] = error
         _known.update(dict.fromkeys(failed))
@@ -377,15 +384,33 @@ def _numbered(parts: Iterable[_Part]) -> dict[str, int | None]:
     return {key: _known[key] for key in stretches}
 
 
-def _build(stretches: Sequence[Stretch]) -> dict[str, Exception]:
-    """Compiles stretches, counting them on the standard error output; returns what failed."""
+def _is_built(stretch: Stretch) -> bool:
+    return stretch.place is None and inductor.library_of(stretch).exists()
+
+
+def _added(stretch: Stretch, function: Any) -> int:
+    """The number of a stretch's code: a function, or the library on the disk."""
+    if function is not None:
+        return add_callable(function, stretch.inputs, stretch.results)
+    path = str(inductor.library_of(stretch))
+    return add_compiled(path, _NUM_MODELS, stretch.inputs, stretch.results)
+
+
+def _build(stretches: Sequence[Stretch], functions: dict[str, Any]) -> dict[str, Exception]:
+    """Compiles stretches, counting them on the standard error output; returns what failed.
+
+    Libraries lie on the disk then; functions are in a table by the keys of their stretches.
+    """
     failed: dict[str, Exception] = {}
     begin = time.monotonic()
     for number, stretch in enumerate(stretches, 1):
         line = f"\rdtorch: compiling {number} of {len(stretches)} stretches ..."
         print(line, end="", file=sys.stderr, flush=True)
         try:
-            inductor.build(stretch)
+            if stretch.place is None:
+                inductor.build(stretch)
+            else:
+                functions[stretch.key] = inductor.function_of(stretch)
         except Exception as error:  # Inductor raises what it likes
             failed[stretch.key] = error
     if stretches:

@@ -1,12 +1,15 @@
-"""From a stretch of local operations to a shared library, by PyTorch's Inductor, ahead of time.
+"""From a stretch of local operations to compiled code, by PyTorch's Inductor.
 
-Takes a `Stretch`, the plain data of operations on one device's tensors; gives the path of a library
-that computes its results. Libraries are kept in the user's cache, so that a stretch that an earlier
-process has compiled costs a look-up and does not even import Inductor.
+Takes a `Stretch`, the plain data of operations on one device's tensors. For the host it gives the
+path of a library that computes its results, compiled ahead of time. Libraries are kept in the
+user's cache, so that a stretch that an earlier process has compiled costs a look-up and does not
+even import Inductor. For an accelerator it gives what `torch.compile` would run: a function of
+Python that launches the kernels, whose code Inductor keeps in its own cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -15,7 +18,7 @@ import operator
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +56,8 @@ class Stretch:
         num_scalars: How many run-time scalars it takes.
         outputs: The values that it returns.
         results: What they are to be laid out as.
-        num_threads: With how many threads it runs.
+        num_threads: With how many threads it runs on the host.
+        place: The accelerator that it runs on, which is written into its code; None for the host.
     """
 
     operations: tuple[Operation, ...]
@@ -62,6 +66,7 @@ class Stretch:
     outputs: tuple[int, ...]
     results: tuple[Layout, ...]
     num_threads: int
+    place: torch.device | None = None
 
     @functools.cached_property
     def key(self) -> str:
@@ -108,15 +113,7 @@ def build(stretch: Stretch) -> None:
     """
     library = library_of(stretch)
     library.parent.mkdir(parents=True, exist_ok=True)
-    # Imported late: it takes seconds.
-    inductor = importlib.import_module("torch._inductor")
-    with (
-        tempfile.TemporaryDirectory(dir=library.parent) as folder,
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        warnings.catch_warnings(action="ignore"),  # torch's own
-    ):
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder, _compiler("cpu") as inductor:
         made = Path(folder) / library.name
         options = {**_OPTIONS, "cpp.threads": stretch.num_threads}
         options["aot_inductor.output_path"] = str(made)
@@ -125,11 +122,41 @@ def build(stretch: Stretch) -> None:
         os.replace(made, library)
 
 
+def function_of(stretch: Stretch) -> Callable[..., Sequence[torch.Tensor]]:
+    """Compiles a stretch for its accelerator and returns a function of its inputs and scalars.
+
+    Blocking: while the compiler works, some seconds.
+
+    Raises:
+        Exception: Whatever Inductor raises.
+    """
+    assert stretch.place is not None
+    with _compiler(stretch.place.type) as inductor:
+        options = {"compile_threads": _OPTIONS["compile_threads"]}
+        return inductor.compile(_graph(stretch), list(_examples(stretch)), options=options)
+
+
+@contextlib.contextmanager
+def _compiler(kind: str) -> Iterator[Any]:
+    """A context in which Inductor, which it gives, compiles as it is told alone."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(kind, enabled=False),
+        warnings.catch_warnings(action="ignore"),  # torch's own
+    ):
+        yield importlib.import_module("torch._inductor")  # late: it takes seconds
+
+
 def _examples(stretch: Stretch) -> tuple[torch.Tensor, ...]:
     fake = importlib.import_module("torch._subclasses.fake_tensor")
+    place = torch.device("cpu") if stretch.place is None else stretch.place
     with fake.FakeTensorMode():
         scalars = [torch.empty((), dtype=torch.float64) for _ in range(stretch.num_scalars)]
-        inputs = [torch.empty_strided(s.shape, s.stride, dtype=s.dtype) for s in stretch.inputs]
+        inputs = [
+            torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=place)
+            for s in stretch.inputs
+        ]
     return (*inputs, *scalars)
 
 
@@ -157,7 +184,8 @@ def _graph(stretch: Stretch) -> torch.fx.GraphModule:
 
     for operation in stretch.operations:
         args, kwargs = filled(operation.args), {k: filled(v) for k, v in operation.kwargs}
-        result = graph.call_function(_better(operation), tuple(args), kwargs)
+        called = _better(operation) if stretch.place is None else operation.op
+        result = graph.call_function(called, tuple(args), kwargs)
         returns = operation.op._schema.returns
         is_one = len(returns) == 1 and not isinstance(returns[0].type, torch.ListType)
         for i, value in enumerate(operation.outputs):
@@ -169,13 +197,13 @@ def _graph(stretch: Stretch) -> torch.fx.GraphModule:
     return torch.fx.GraphModule({}, graph)
 
 
-# -- loops for products of one row: they fuse with what is around them, and a call costs more ----
+# -- on the host, loops for products of one row: they fuse, and a call costs more ----------
 
 _aten = torch.ops.aten
 
 
 def _better(operation: Operation) -> Callable[..., Any]:
-    """What to call for an operation."""
+    """What to call for an operation on the host."""
     if operation.op is _aten.linear.default:
         return _linear
     attention = _aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -1,4 +1,4 @@
-"""How much memory tensors take, device by device."""
+"""How much memory tensors take, device by device, and giving back what is kept."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from .mesh import Device, DeviceMesh
+from .runtime import empty_host_cache, streams, used_devices
 from .tensor import Tensor
 
-__all__ = ["DeviceMemory", "memory_stats"]
+__all__ = ["DeviceMemory", "empty_cache", "memory_stats"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,3 +86,15 @@ def _allocator(device: torch.device) -> dict[str, Any]:
         "peak": module.max_memory_allocated(device),
         "total": module.mem_get_info(device)[1],
     }
+
+
+def empty_cache() -> None:
+    """Gives back the memory that is kept for the next results and that no tensor uses.
+
+    That is what dtorch keeps on the host, and what PyTorch keeps on accelerators of the types that
+    have been used.
+
+    Source: `torch.cuda.empty_cache`.
+    """
+    empty_host_cache()
+    streams.empty_caches(device.type for device in used_devices())

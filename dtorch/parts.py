@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .placement import Partial, Shard
-from .runtime import Borrowed, Shards, host_cache
+from .runtime import Borrowed, Failure, Shards, faults, host_cache
 from .runtime.collectives import nothing, reduce_parts
 from .spec import Box, Spec
 
@@ -40,10 +40,16 @@ def place_parts(source: torch.Tensor, spec: Spec, copy: bool) -> Shards:
 def placed_parts(
     spec: Spec, part: Callable[[Box, torch.device], torch.Tensor | Borrowed]
 ) -> Shards:
-    """Returns shards made part by part; devices that share memory share an equal part."""
+    """Returns shards made part by part; devices that share memory share an equal part.
+
+    Where the driver of an accelerator has failed, nothing is made: the part is a failure.
+    """
     made: dict[Any, torch.Tensor | Borrowed] = {}
-    parts: list[torch.Tensor | Borrowed] = []
+    parts: list[torch.Tensor | Borrowed | Failure] = []
     for index, (box, place) in enumerate(zip(spec.boxes, spec.mesh.coordinates(), strict=True)):
+        if (lost := faults.untrusted(spec.mesh.devices[index])) is not None:
+            parts.append(lost)
+            continue
         device = spec.mesh.torch_device(index)
         zero = _adds_nothing(spec, place)
         key = (box, device, zero)

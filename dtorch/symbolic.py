@@ -86,7 +86,7 @@ class SymbolicTensor(Tensor):
             "  Fix: return it from the traced function instead of storing it outside."
         )
 
-    def to_torch_async(self) -> Any:
+    def to_torch_async(self, device: str | torch.device | None = None) -> Any:
         """Raises: the value does not exist yet."""
         raise self._no_value("the elements")
 

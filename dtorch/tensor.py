@@ -329,12 +329,25 @@ class Tensor(torch.Tensor):
             raise part.error()
         return part
 
-    def to_torch_async(self) -> TensorFuture:
-        """Returns a future of the global value; does not wait.
+    def to_torch_async(self, device: str | torch.device | None = None) -> TensorFuture:
+        """Returns a future of the global value, detached; does not wait.
 
-        Communication: as for `to_torch`, when the value is asked for.
+        Args:
+            device: Where the value is to be; the mesh's first device if not given. With ``"cpu"``,
+                accelerators copy it into pinned memory, beside what they compute, and the future
+                is ready when it is there.
+
+        Communication: as for `to_torch`, when the value is asked for; as for `to` if it is to be
+        elsewhere.
+
+        Example:
+            >>> import dtorch
+            >>> dtorch.ones(2).to_torch_async(device="cpu").get()
+            tensor([1., 1.])
         """
         check_not_on_worker("fetching a tensor")
+        if device is not None and self._mesh_of_device(device) is not None:
+            return self.detach().to(device).to_torch_async()
         spec = self._spec
         wanted = indices_to_fetch(spec)
         return TensorFuture(self._shards, wanted, lambda parts: assembled(spec, wanted, parts))

@@ -23,17 +23,28 @@ from typing import Any
 
 import optree
 import torch
+from graph_fake import graphs_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import dtorch
 from dtorch import Partial, Replicate, Shard
 from dtorch.mesh import Device
 from dtorch.redistribution import Collective, Step
-from dtorch.runtime import collectives, communicators, shards, streams, worker
+from dtorch.runtime import (
+    collectives,
+    communicators,
+    faults,
+    graph_calls,
+    lent,
+    shards,
+    streams,
+    worker,
+)
 from dtorch.runtime.streams import Lane
 
 Stream = tuple[Any, int]
 CALLER: Stream = ("caller", 0)
+PLACE = torch.device("cpu")
 
 
 class World:
@@ -72,13 +83,21 @@ class World:
         """What `Shards` does to a part of the caller's."""
         if not isinstance(part, (torch.Tensor, shards.Borrowed)):
             return part
-        return shards.Launched(part, _Event(self, Counter(self.clocks[CALLER])))
+        event = _Event(self, Counter(self.clocks[CALLER]))
+        return faults.Launched(part, faults.Event(PLACE, event))
 
     def order_caller(self, tensor: torch.Tensor, event: Any) -> None:
         """What `Shards` does for who takes a part."""
         with self.lock:
-            self.clocks[CALLER] |= event.clock
+            self.clocks[CALLER] |= event.raw.clock
             self.kept[self._known(tensor.untyped_storage(), CALLER)].add(CALLER)
+        lent.used(tensor, CALLER)
+
+    def wait_for(self, streams: Sequence[Stream], device: torch.device) -> None:
+        """What a graph does before it writes to memory that others use."""
+        with self.lock:
+            for stream in streams:
+                self.clocks[_current.stream] |= self.clocks[stream]
 
     def _known(self, storage: Any, owner: Stream) -> int:
         key = storage._cdata
@@ -145,6 +164,7 @@ class Recorded:
                 with self._world.lock:
                     key = self._world._known(tensor.untyped_storage(), CALLER)
                     self._world.kept[key].add((self._device, int(lane)))
+                lent.used(tensor, (self._device, int(lane)))
 
     def push(self, name: str) -> None:
         self._world.ranges.append(f"{self._device} push {name}")
@@ -224,13 +244,32 @@ class _Event:
             self._world.clocks[CALLER] |= self.clock
 
 
+class _Current(threading.local):
+    stream: Stream = CALLER
+
+
+_current = _Current()
+
+
 class _Watch(TorchDispatchMode):
     def __init__(self, world: World, stream: Stream) -> None:
         super().__init__()
         self._world = world
         self._stream = stream
 
+    def __enter__(self) -> "_Watch":
+        self._before = _current.stream
+        _current.stream = self._stream
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _current.stream = self._before
+        super().__exit__(*error)
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is graph_calls.run_graph:
+            with _Watch(self._world, self._stream):
+                return graph_calls._run(*args)
         result = op(*args, **(kwargs or {}))
         given = storages((args, kwargs or {}))
         made = [s for s in storages(result) if s._cdata not in {g._cdata for g in given}]
@@ -263,24 +302,29 @@ COMMUNICATORS = ("is_joined", "is_carried", "launch", "check")
 def recorded(fault: str = "", seed: int = 0) -> Iterator[tuple[World, list[int]]]:
     """A context with a world, and the ids of eight devices that live in it."""
     world, drawn, start = World(), random.Random(seed), next(_numbers)
-    real = streams.lanes_of, shards.handed_over, shards.order_caller
+    real = streams.place_of, streams.lanes_of, shards.handed_over, shards.order_caller
     real_communicators = {name: getattr(communicators, name) for name in COMMUNICATORS}
     ids = list(range(start, start + 8))
     joined = Communicators(world, ids, fault, drawn)
+    streams.place_of = lambda device: PLACE
     streams.lanes_of = lambda device: Recorded(world, device, fault, drawn)
     shards.handed_over, shards.order_caller = world.handed_over, world.order_caller
     for name in COMMUNICATORS:
         setattr(communicators, name, getattr(joined, name))
     world.communicators = joined
+    real_wait, graph_calls.wait_for = graph_calls.wait_for, world.wait_for
+    if fault == "users":
+        graph_calls.wait_for = lambda streams, device: None
     try:
         dtorch.synchronize([Device("cpu", i) for i in ids])  # makes the workers
-        with _Watch(world, CALLER):
+        with graphs_on_cpu(), _Watch(world, CALLER):
             yield world, ids
         dtorch.synchronize()
     finally:
-        streams.lanes_of, shards.handed_over, shards.order_caller = real
+        streams.place_of, streams.lanes_of, shards.handed_over, shards.order_caller = real
         for name, function in real_communicators.items():
             setattr(communicators, name, function)
+        graph_calls.wait_for = real_wait
 
 
 def run_program(ids: list[int], seed: int) -> None:
@@ -328,10 +372,20 @@ def run_program(ids: list[int], seed: int) -> None:
     placed = [
         dtorch.tensor(v, device_mesh=meshes[0], placements=start[: meshes[0].ndim]) for v in values
     ]
-    call = dtorch.jit(compute) if drawn.random() < 0.7 else compute
-    found = call(*placed)
-    found = call(found[0], placed[1])
-    expected = compute(*compute(*values)[:1], values[1])
+    call, count = (dtorch.jit(compute), 2) if drawn.random() < 0.7 else (compute, 2)
+    if drawn.random() < 0.3:
+        call, count = dtorch.jit(compute, donate_argnums=0, cuda_graph=True), 7
+    found, expected = placed[:1], values[:1]
+    for _ in range(count):
+        found = call(found[0], placed[1])
+        expected = compute(expected[0], values[1])
+        if count > 2 and drawn.random() < 0.5:  # what reads the memory that the next call writes to
+            whole = found[0].redistribute(placements=[Replicate()] * found[0].device_mesh.ndim)
+            torch.testing.assert_close(
+                (whole + 1).to_torch(), expected[0] + 1, rtol=1e-3, atol=1e-3
+            )
+            torch.testing.assert_close(found[0].to_torch(), expected[0], rtol=1e-3, atol=1e-3)
+            del whole
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.to_torch(), theirs, rtol=1e-3, atol=1e-3)
 

@@ -11,15 +11,17 @@ from .backend import (
     Shards,
     begin_recording,
     check_not_on_worker,
-    empty_cache,
+    empty_host_cache,
     end_recording,
     host_cache,
     stop,
     submit,
+    used_devices,
 )
+from .failures import Failure
 from .future import TensorFuture
-from .health import health, synchronize
-from .shards import Borrowed, Failure, values_of
+from .health import health, restart, synchronize
+from .shards import Borrowed, values_of
 
 __all__ = [
     "EXECUTOR",
@@ -31,12 +33,14 @@ __all__ = [
     "TensorFuture",
     "begin_recording",
     "check_not_on_worker",
-    "empty_cache",
+    "empty_host_cache",
     "end_recording",
     "health",
     "host_cache",
+    "restart",
     "stop",
     "submit",
     "synchronize",
+    "used_devices",
     "values_of",
 ]

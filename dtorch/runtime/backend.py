@@ -49,11 +49,12 @@ if TYPE_CHECKING or EXECUTOR == "python":
     from .timeline import end as end_recording
     from .worker import (
         check_not_on_worker,
-        empty_cache,
+        empty_host_cache,
         host_cache,
         mark,
         stop,
         submit,
+        used_devices,
     )
 else:
     from .native.executor import (
@@ -62,12 +63,13 @@ else:
         Shards,
         begin_recording,
         check_not_on_worker,
-        empty_cache,
+        empty_host_cache,
         end_recording,
         host_cache,
         mark,
         stop,
         submit,
+        used_devices,
     )
 
 __all__ = [
@@ -77,10 +79,11 @@ __all__ = [
     "Shards",
     "begin_recording",
     "check_not_on_worker",
-    "empty_cache",
+    "empty_host_cache",
     "end_recording",
     "host_cache",
     "mark",
     "stop",
     "submit",
+    "used_devices",
 ]

@@ -270,34 +270,43 @@ def _sizes(box: Box) -> tuple[int, ...]:
 
 
 def join(round: Round, meeting: Meeting, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns what a device makes of a round, given the parts of the group, wherever they are."""
-    cut = [_cut(parts[p.member], p.cuts) for p in round.pieces]
-    taken = [_brought(part, meeting.device) for part in cut]
+    """Returns what a device makes of a round, given the parts of the group, wherever they are.
+
+    What comes from an accelerator to the host arrives once the streams of this thread are done.
+    """
+    taken = [_cut(parts[p.member], p.cuts) for p in round.pieces]
     if round.join is Join.SAME:
-        return taken[0]
+        return _brought(taken[0], meeting.device)
     if round.join is Join.COPY:
-        return taken[0].clone() if taken[0] is cut[0] else taken[0]
+        moved = _brought(taken[0], meeting.device)
+        return moved.clone() if moved is taken[0] else moved
     if round.join is Join.CONCATENATE:
-        return torch.cat(taken, round.dim)
+        return torch.cat([part.to(meeting.device) for part in taken], round.dim)
     if round.join is Join.REDUCE:
-        return reduce_parts(taken, round.op)
+        return reduce_parts([part.to(meeting.device) for part in taken], round.op)
+    arrives = meeting.device.type == "cpu" and any(not part.is_cpu for part in taken)
     if round.fill is None:
-        result = nothing(round.shape, meeting.dtype, meeting.device)
+        result = nothing(round.shape, meeting.dtype, meeting.device, pin_memory=arrives)
     else:
-        result = torch.full(round.shape, round.fill, dtype=meeting.dtype, device=meeting.device)
+        place = {"device": meeting.device, "pin_memory": arrives}
+        result = torch.full(round.shape, round.fill, dtype=meeting.dtype, **place)
     for piece, part in zip(round.pieces, taken, strict=True):
-        _cut(result, piece.place).copy_(part)
+        target = _cut(result, piece.place)
+        # Into other memory torch copies by way of a buffer that is not pinned.
+        target.copy_(part, non_blocking=arrives and target.is_contiguous())
     return result
 
 
 def _brought(part: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A part on a device; onto the host through pinned memory, which the device itself can fill."""
-    if device.type != "cpu" or part.device.type == "cpu":
+    """A part on a device; onto the host in pinned memory, which the part's own device fills later.
+
+    The allocator of pinned memory gives it to nobody else before that.
+    """
+    if device.type != "cpu" or part.is_cpu:
         return part.to(device)
     staged = torch.empty_like(part, device=device, pin_memory=True)
-    staged.copy_(part, non_blocking=True)
-    torch.accelerator.current_stream(part.device).synchronize()
-    return staged
+    part = part if part.stride() == staged.stride() else part.clone()
+    return staged.copy_(part, non_blocking=True)
 
 
 def prepared(
@@ -323,10 +332,12 @@ def _cut(part: torch.Tensor, cuts: Cuts) -> torch.Tensor:
     return part
 
 
-def nothing(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def nothing(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, pin_memory: bool = False
+) -> torch.Tensor:
     """Returns what adds nothing to a sum: negative zeros, where there are any."""
     zero = -0.0 if dtype.is_floating_point else complex(-0.0, -0.0) if dtype.is_complex else 0
-    return torch.full(tuple(shape), zero, dtype=dtype, device=device)
+    return torch.full(tuple(shape), zero, dtype=dtype, device=device, pin_memory=pin_memory)
 
 
 def reduce_parts(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:

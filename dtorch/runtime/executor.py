@@ -23,12 +23,13 @@ from ..lowering import (
 )
 from ..mesh import Device, DeviceMesh
 from ..program import Ref, ScalarRef
-from . import collectives, communicators, peers, streams, timeline
+from . import collectives, communicators, faults, peers, streams, timeline
+from .faults import GuardedLanes
 from .frames import Action, Call, DeviceState, Frame, failure, free
 from .graph_calls import run_graph
-from .shards import Failure, Shards
+from .shards import Shards
 from .steps import show_action, step_action
-from .streams import Lanes, Launch
+from .streams import Launch
 from .timeline import Phase
 
 
@@ -81,7 +82,8 @@ def run(call: Call, state: DeviceState) -> None:
     for slot, number, index in bound.inputs:
         slots[slot] = part = inputs[number]._parts[index]
         if type(part) is not torch.Tensor:
-            frame.events[slot] = inputs[number].event(index)
+            if (event := inputs[number].event(index)) is not None:
+                frame.events[slot] = event
             frame.loans += inputs[number].loans((index,))
             frame.store(slot, inputs[number].part(index))
     for action, number, phase in bound.actions:
@@ -92,6 +94,8 @@ def run(call: Call, state: DeviceState) -> None:
                 action(frame)
     for slot, number, index in bound.outputs:
         outputs[number].set(index, frame.shown(slots[slot], frame.events.get(slot)))
+    if frame.lost is None and state.place is not None and faults.of(state.place) is not None:
+        faults.keep(state.place, slots)
 
 
 def _bind(program: LocalProgram, state: DeviceState) -> _Bound:
@@ -140,7 +144,7 @@ def _actions(
     return [(step_action(program, instruction, meeting, number), number, None)]
 
 
-def _launched(action: Action, launch: Launch | None, lanes: Lanes) -> Action:
+def _launched(action: Action, launch: Launch | None, lanes: GuardedLanes) -> Action:
     """An action that runs on a lane, in the order that the plan gives it."""
     assert launch is not None
     lane = launch.lane
@@ -153,8 +157,8 @@ def _launched(action: Action, launch: Launch | None, lanes: Lanes) -> Action:
         lanes.keep(lane, [t for t in map(slots.__getitem__, launch.keeps) if _is_tensor(t)])
         with lanes.on(lane):
             action(frame)
-        if launch.marks:
-            events.update(dict.fromkeys(launch.marks, lanes.record(lane)))
+        if launch.marks and (event := lanes.record(lane)) is not None:
+            events.update(dict.fromkeys(launch.marks, event))
 
     return launched
 
@@ -184,8 +188,8 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
 
     def action(frame: Frame) -> None:
         slots = frame.slots
-        if frame.poisoned:
-            failed = next((slots[s] for s in reads if type(slots[s]) is Failure), None)
+        if frame.poisoned or frame.events:
+            failed = frame.failed(reads)
             if failed is not None:
                 for s in results:
                     slots[s] = failed

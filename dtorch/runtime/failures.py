@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import ShutdownError
-from ..lowering import LocalProgram, live_before
+from ..errors import DTorchError, ShutdownError, WorkerError
+from ..lowering import LocalProgram, live_before, slots_read, slots_written
 from ..program import SourceLine
-from .shards import Failure
+
+
+class Failure:
+    """Why a value could not be computed; it stands in the value's place and passes on."""
+
+    __slots__ = ("cause", "message")
+
+    def __init__(self, message: str, cause: BaseException) -> None:
+        self.message = message
+        self.cause = cause
+
+    def error(self) -> DTorchError:
+        """Returns a new exception to raise, with the kernel's own as its cause."""
+        if isinstance(self.cause, DTorchError):
+            return type(self.cause)(self.message)
+        error = WorkerError(self.message)
+        error.__cause__ = self.cause
+        return error
 
 
 def failure_of(
@@ -30,9 +47,21 @@ def failure_of(
     if site is not None and site != source:
         lines.append(f"  called at    {site}")
     if isinstance(error, torch.OutOfMemoryError):
-        lines += _largest_values(program, origin)
+        lines += _own_values(program, origin) + _largest_values(program, origin)
     lines.append("  Every value that depends on it is lost; the workers go on.")
     return Failure("\n".join(lines), error)
+
+
+def _own_values(program: LocalProgram, origin: int) -> list[str]:
+    """What an instruction reads and gives, for the message that memory is full."""
+    own = [i for i in program.instructions if i.origin == origin]
+    given = dict.fromkeys(s for i in own for s in slots_written(i))
+    read = dict.fromkeys(s for i in own for s in slots_read(i) if s not in given)
+    return [
+        f"  {what:<11}  {', '.join(f'%{s}: {program.specs[s]!r}' for s in known)}"
+        for what, slots in (("reads", read), ("gives", given))
+        if (known := [s for s in slots if s < len(program.specs)])
+    ]
 
 
 def _largest_values(program: LocalProgram, origin: int) -> list[str]:
@@ -43,7 +72,8 @@ def _largest_values(program: LocalProgram, origin: int) -> list[str]:
     lines = [f"  held there   {_mib(sum(sizes.values()))} in {len(live)} values of this program"]
     for value in largest:
         made = live[value]
-        what = f"an input, {program.specs[value]!r}" if made is None else program.texts[made]
+        what = "an input, " if made is None else f"{program.texts[made]}: "
+        what += repr(program.specs[value])
         source = None if made is None else program.sources[made]
         lines.append(f"    {_mib(sizes[value])}  {what}" + (f"  {source}" if source else ""))
     return lines
@@ -60,3 +90,35 @@ def stopped_failure() -> Failure:
     """Returns the failure of values that were pending when the workers were stopped."""
     message = "the dtorch workers were stopped before this value was computed."
     return Failure(message, ShutdownError(message))
+
+
+def driver_failure(place: str, error: BaseException) -> Failure:
+    """Returns the failure of what was launched on an accelerator, where no instruction is known.
+
+    Args:
+        place: The accelerator.
+        error: What its driver says.
+    """
+    return Failure(
+        f"{type(error).__name__} on {place}: {error}\n"
+        "  It may be of anything that was launched there before, whose values are lost.",
+        error,
+    )
+
+
+def untrusted_failure(device: str, first: Failure) -> Failure:
+    """Returns the failure of all that a device is given once the driver of its accelerator failed.
+
+    Args:
+        device: The device.
+        first: The first failure there.
+    """
+    message = "\n".join(
+        [
+            f"{device} computes nothing any more, as its driver has failed and no value of it can "
+            "be trusted. The first error:",
+            *(f"    {line}" for line in first.message.splitlines()),
+            f"  Fix: dtorch.restart({device!r}), which says whether it can be used again.",
+        ]
+    )
+    return Failure(message, first.cause)

@@ -16,10 +16,11 @@ import torch
 from ..lowering import LocalProgram
 from ..mesh import Device
 from ..source import Site, line_at
-from . import lent, streams, timeline
-from .failures import failure_of
-from .shards import Borrowed, Failure, Launched, Shards
-from .streams import Lane, Lanes
+from . import faults, lent, streams, timeline
+from .failures import Failure, failure_of
+from .faults import Event, GuardedLanes, Launched
+from .shards import Borrowed, Shards
+from .streams import Lane
 from .timeline import Phase, Span
 
 if TYPE_CHECKING:
@@ -82,18 +83,21 @@ class Call:
 
 
 class DeviceState:
-    """What one worker keeps between programs: its device, lanes, a generator, the stop signal."""
+    """What one worker keeps between programs: its device, lanes, a generator, the stop signal.
+
+    Attributes:
+        device: The device.
+        stopping: The stop signal.
+        place: The accelerator that the device is on; None for the host.
+        lanes: The lanes there.
+    """
 
     def __init__(self, device: Device, stopping: threading.Event) -> None:
         self.device = device
         self.stopping = stopping
-        self.lanes: Lanes | None = streams.lanes_of(device)
+        self.place = streams.place_of(device)
+        self.lanes = None if self.place is None else GuardedLanes(device, self.place)
         self._generator: torch.Generator | None = None
-
-    def begin(self) -> None:
-        """Called by the worker's thread before all else."""
-        if self.lanes is not None:
-            self.lanes.begin()
 
     def reached(self) -> Launched | None:
         """Returns what ends when all ends that has been launched so far; None without lanes."""
@@ -110,25 +114,55 @@ class DeviceState:
 
 
 class Frame:
-    """One run of a program on one device: its slots, and the caller's memory that it reads."""
+    """One run of a program on one device: its slots, and the caller's memory that it reads.
 
-    __slots__ = ("call", "events", "loans", "names", "poisoned", "slots", "state")
+    Attributes:
+        events: Of slots that a stream writes. A lane waits for them; on the host, whose slots an
+            accelerator still fills, the thread.
+        lost: What all results are, where the driver had failed before the run.
+    """
+
+    __slots__ = ("call", "events", "loans", "lost", "names", "poisoned", "slots", "state")
 
     def __init__(self, call: Call, names: Sequence[Any], state: DeviceState) -> None:
         self.call = call
         self.names = names  # of the instructions, by phase, on a device with lanes
-        self.events: dict[int, Any] = {}  # of slots, on a device with lanes
+        self.events: dict[int, Event] = {}
         self.slots: list[Any] = [None] * call.executable.program.num_slots
         self.state = state
-        self.poisoned = False
+        self.lost = self.untrusted()
+        self.poisoned = self.lost is not None
         self.loans: list[Borrowed] = []
+
+    def untrusted(self) -> Failure | None:
+        """Returns what becomes of all that others may see, if the driver has failed."""
+        return None if self.state.place is None else faults.untrusted(self.state.device)
+
+    def failed(self, slots: Sequence[int]) -> Failure | None:
+        """Returns why an instruction that reads some slots cannot run, or None."""
+        if self.events and self.state.place is None:
+            self._arrive(slots)
+        if not self.poisoned:
+            return None
+        return self.lost or next((f for s in slots if type(f := self.slots[s]) is Failure), None)
+
+    def _arrive(self, slots: Sequence[int]) -> None:
+        """Waits on the host for what accelerators write to slots."""
+        for slot in slots:
+            event = self.events.pop(slot, None)
+            if event is not None:
+                event.finish()
+                if event.lost is not None:
+                    self.store(slot, event.lost)
 
     def settled(self, part: Any) -> Any:
         """Returns what others may see of a part.
 
-        The caller must not have written to what this run has read, and what is in the caller's
-        memory stays borrowed.
+        The driver must not have failed, and the caller not have written to what this run has read;
+        what is in the caller's memory stays borrowed.
         """
+        if self.state.place is not None and type(part) is not Failure:
+            part = self.untrusted() or part
         for loan in self.loans:
             if type(part) is Failure:
                 break
@@ -146,9 +180,9 @@ class Frame:
             if entry is not None:
                 self.loans.append(Borrowed(part, entry.owner, entry.version, entry.gone))
 
-    def shown(self, part: Any, event: Any) -> Any:
+    def shown(self, part: Any, event: Event | None) -> Any:
         """Returns a part as others may see it, who wait for an event, if there is one."""
-        part = self.settled(part) if self.loans else part
+        part = self.settled(part)
         return part if event is None or type(part) is Failure else Launched(part, event)
 
     def store(self, slot: int, value: Any) -> None:
@@ -177,7 +211,18 @@ def free(slots: list[Any], frees: Iterable[int]) -> None:
         slots[s] = None
 
 
-def failure(program: LocalProgram, origin: int, frame: Frame, error: BaseException) -> Failure:
-    """Returns the failure of an instruction in a run."""
+def failure(
+    program: LocalProgram,
+    origin: int,
+    frame: Frame,
+    error: BaseException,
+    others: Iterable[torch.device] = (),
+) -> Failure:
+    """Returns the failure of an instruction in a run, which took parts from other accelerators too.
+
+    Marks the accelerator that it failed on, if that was its driver's error.
+    """
     device, line = str(frame.state.device), line_at(frame.call.site)
-    return failure_of(program, origin, device, line, error)
+    failure = failure_of(program, origin, device, line, error)
+    faults.blame(failure, frame.state.place, others)
+    return failure

@@ -140,6 +140,7 @@ def _received(shown: Any, device: torch.device) -> Tensor:
     if type(shown) is not Launched:
         return shown.to(device)
     part = shown.part
+    assert shown.event is not None  # it is of a tensor that was handed over
     if part.device != device:
         streams.visit(part.device)
     order_caller(part, shown.event)

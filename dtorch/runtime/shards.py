@@ -14,32 +14,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..errors import DTorchError, MutationError, WorkerError
+from ..errors import MutationError
 from . import lent
+from .failures import Failure
+from .faults import Event, Launched
 
 _PENDING = object()
 _waiting = threading.Lock()
 os.register_at_fork(
     before=_waiting.acquire, after_in_parent=_waiting.release, after_in_child=_waiting.release
 )
-
-
-class Failure:
-    """Why a value could not be computed; it stands in the value's place and passes on."""
-
-    __slots__ = ("cause", "message")
-
-    def __init__(self, message: str, cause: BaseException) -> None:
-        self.message = message
-        self.cause = cause
-
-    def error(self) -> DTorchError:
-        """Returns a new exception to raise, with the kernel's own as its cause."""
-        if isinstance(self.cause, DTorchError):
-            return type(self.cause)(self.message)
-        error = WorkerError(self.message)
-        error.__cause__ = self.cause
-        return error
 
 
 class Borrowed:
@@ -79,33 +63,25 @@ class Borrowed:
         return tensor.untyped_storage()._cdata == self.part.untyped_storage()._cdata
 
 
-class Launched:
-    """A part whose computation a stream has been given, and the event that says it is done.
-
-    Attributes:
-        part: The local tensor, or `Borrowed` memory; None for a mark in the queue.
-        event: What a stream has to wait for before it reads the part.
-    """
-
-    __slots__ = ("event", "part")
-
-    def __init__(self, part: Any, event: Any) -> None:
-        self.part = part
-        self.event = event
-
-
 def handed_over(part: Any) -> Any:
     """Returns a part of the caller's, on an accelerator with what its current stream has to do."""
     tensor = part.part if type(part) is Borrowed else part
     if not isinstance(tensor, torch.Tensor) or tensor.device.type == "cpu":
         return part
-    return Launched(part, torch.accelerator.current_stream(tensor.device).record_event())
+    event = torch.accelerator.current_stream(tensor.device).record_event()
+    return Launched(part, Event(tensor.device, event))
 
 
-def order_caller(tensor: torch.Tensor, event: Any) -> None:
-    """Has the calling thread's current stream wait for an event, and keep what it then reads."""
+def order_caller(tensor: torch.Tensor, event: Event) -> None:
+    """Has the calling thread's current stream wait for an event, and keep what it then reads.
+
+    For a tensor on the host, which an accelerator still fills, the thread itself waits.
+    """
+    if tensor.device.type == "cpu":
+        event.finish()
+        return
     stream = torch.accelerator.current_stream(tensor.device)
-    stream.wait_event(event)
+    stream.wait_event(event.raw)
     tensor.record_stream(stream)
     lent.used(tensor, stream)
 
@@ -159,7 +135,12 @@ class Shards:
         """Returns a part that is ready, for what the caller launches next, or a `Failure`."""
         part, event = self.part(index), self.event(index)
         if event is not None and type(part) is not Failure:
-            order_caller(part, event)
+            if event.lost is None:
+                try:
+                    order_caller(part, event)
+                except RuntimeError as error:
+                    event.fail(error)
+            part = event.lost or part
         for loan in self.loans((index,)):
             if loan.gone is not None and isinstance(part, torch.Tensor):
                 part = part.clone()  # launched while the graph had not written to it
@@ -168,13 +149,13 @@ class Shards:
 
     def is_done(self, indices: Sequence[int]) -> bool:
         """Returns whether the streams that compute parts, which are ready, are done with them."""
-        return all(event is None or event.query() for event in map(self.event, indices))
+        return all(event is None or event.is_over() for event in map(self.event, indices))
 
     def finish(self, indices: Sequence[int]) -> None:
         """Waits for the streams that compute parts, which are ready."""
         for event in map(self.event, indices):
             if event is not None:
-                event.synchronize()
+                event.finish()
 
     def part(self, index: int) -> Any:
         """Returns a part that is ready, which a stream may still compute, or a `Failure`."""
@@ -185,8 +166,8 @@ class Shards:
             return part.broken() if part.is_broken() else part.part
         return part
 
-    def event(self, index: int) -> Any:
-        """Returns what a stream waits for before it reads a part that is ready, or None."""
+    def event(self, index: int) -> Event | None:
+        """Returns what has to be waited for before a part that is ready is read, or None."""
         part = self._parts[index]
         return part.event if type(part) is Launched else None
 

@@ -15,9 +15,10 @@ import torch
 from ..lowering import LocalProgram, LocalShow, LocalStep
 from . import collectives, communicators, lent, streams, timeline
 from .collectives import Join, Meeting, Round
-from .failures import stopped_failure
+from .failures import Failure, stopped_failure
+from .faults import Event
 from .frames import Action, Frame, failure, free
-from .shards import Failure, Shards, order_caller
+from .shards import Shards, order_caller
 from .streams import Lane
 from .timeline import Phase
 
@@ -51,23 +52,27 @@ def step_action(
     """Binds a step: a device takes what it needs; in a second round it shows that."""
     name = (instruction.number, meeting.group[0])
 
-    def failed(frame: Frame, error: BaseException) -> Failure:
-        return failure(program, instruction.origin, frame, error)
+    def failed(frame: Frame, error: BaseException, events: Sequence[Event | None] = ()) -> Failure:
+        others = [event.place for event in events if event is not None]
+        return failure(program, instruction.origin, frame, error, others)
 
-    def taken(frame: Frame, key: Any, round: Round, part: Any) -> Any:
-        """What a device makes of the pieces that it takes."""
+    def taken(frame: Frame, key: Any, round: Round, part: Any) -> tuple[Any, Event | None]:
+        """What a device makes of the pieces that it takes, and on the host when that arrives."""
         with frame.doing(number, Phase.WAIT) if meeting.visitors else timeline.NOTHING:
-            parts = _met(frame, meeting, key, round, part)
+            parts, events = _met(frame, meeting, key, round, part)
         lost = next((p for p in parts if type(p) is Failure), None)
+        lost = lost or frame.lost or _lost(events)
         if lost is not None:
-            return lost
+            return lost, None
         with frame.doing(number, Phase.TAKE):
             try:
-                return collectives.join(round, meeting, parts)
+                _order_after(frame, parts, events)
+                made = _lost(events) or collectives.join(round, meeting, parts)
+                return made, _arrival(parts, events) if frame.state.place is None else None
             except Exception as error:
-                return failed(frame, error)
+                return failed(frame, error, events), None
 
-    def launched(frame: Frame, key: Any, round: Round, part: Any) -> Any:
+    def launched(frame: Frame, key: Any, round: Round, part: Any) -> tuple[Any, None]:
         """What a device receives of a collective that the first member launches for all.
 
         Hand-over: each member's lane of communication has waited for what the member gives; both
@@ -92,16 +97,16 @@ def step_action(
                     outcome = failed(frame, error)
                 exchange.set(2 * size, outcome)
             if not _awaited(frame, exchange, (2 * size,)):
-                return stopped_failure()
+                return stopped_failure(), None
         with frame.doing(number, Phase.TAKE):
             try:
                 frame.loans += exchange.loans(range(size))
                 lost = exchange.part(2 * size)
                 if lost is not None or filled is None:  # a member's own failure is one of the group
-                    return lost
-                return collectives.completed(round, filled)
+                    return lost, None
+                return collectives.completed(round, filled), None
             except Exception as error:
-                return failed(frame, error)
+                return failed(frame, error), None
             finally:
                 frame.call.leave(key, len(meeting.visitors))
 
@@ -114,12 +119,16 @@ def step_action(
         exchange.set(len(meeting.group) + meeting.member, (filled, lane))
 
     def action(frame: Frame) -> None:
-        part: Any = None if meeting.visitors else frame.slots[instruction.input]
+        part, event = None, None
+        if not meeting.visitors:
+            part = frame.failed((instruction.input,)) or frame.slots[instruction.input]
         for count, round in enumerate(meeting.rounds):
             take = launched if round.join is Join.TOGETHER else taken
-            part = take(frame, (*name, count), round, part)
+            part, event = take(frame, (*name, count), round, part)
         if meeting.rounds:
             frame.store(instruction.output, part)
+            if event is not None:
+                frame.events[instruction.output] = event
         free(frame.slots, instruction.frees)
 
     return action
@@ -127,28 +136,28 @@ def step_action(
 
 def _met(
     frame: Frame, meeting: Meeting, key: tuple[Any, ...], round: Round, part: Any
-) -> Sequence[Any]:
-    """The parts of the group, where the round takes a piece of them.
+) -> tuple[list[Any], list[Event | None]]:
+    """The parts of the group, where the round takes a piece of them, and their events.
 
     Args:
         part: What an earlier round has given, which the device shows in this one.
     """
     if not meeting.visitors:
-        return [part]
+        return [part], [None]
     exchange = frame.call.exchange(key, len(meeting.group))
     if part is not None:
         assert meeting.member is not None
         exchange.set(meeting.member, frame.shown(part, _event_of(frame, Lane.COMMUNICATION)))
     taken = [p.member for p in round.pieces]
     if not _awaited(frame, exchange, taken):
-        return [stopped_failure()]
+        return [stopped_failure()], [None]
     parts: list[Any] = [None] * len(exchange)
+    events: list[Event | None] = [None] * len(exchange)
     for member in taken:
-        parts[member] = exchange.part(member)
-    _order_after(frame, [parts[m] for m in taken], [exchange.event(m) for m in taken])
+        parts[member], events[member] = exchange.part(member), exchange.event(member)
     frame.loans += exchange.loans(taken)
     frame.call.leave(key, len(meeting.visitors))
-    return parts
+    return parts, events
 
 
 def _awaited(frame: Frame, exchange: Shards, indices: Sequence[int]) -> bool:
@@ -172,10 +181,10 @@ def _launch(frame: Frame, exchange: Shards, size: int, round: Round) -> Failure 
     return lost
 
 
-def _order_after(frame: Frame, parts: Sequence[Any], events: Sequence[Any]) -> None:
+def _order_after(frame: Frame, parts: Sequence[Any], events: Sequence[Event | None]) -> None:
     """Has the lane of communication wait for what peers have shown, and keep their memory.
 
-    A device without lanes reads it by the streams of its own thread.
+    A device without lanes reads it by streams of its own thread.
     """
     lanes = frame.state.lanes
     shown = [
@@ -193,7 +202,22 @@ def _order_after(frame: Frame, parts: Sequence[Any], events: Sequence[Any]) -> N
     lanes.keep(Lane.COMMUNICATION, [part for part, _ in shown])
 
 
-def _event_of(frame: Frame, lane: Lane) -> Any:
+def _lost(events: Sequence[Event | None]) -> Failure | None:
+    """What has become of parts that peers have shown, if the driver of one has failed since."""
+    return next((lost for e in events if e is not None and (lost := e.lost)), None)
+
+
+def _arrival(parts: Sequence[Any], events: Sequence[Event | None]) -> Event | None:
+    """An event for when the host has what accelerators copy to it; None where none does."""
+    places = list[torch.device]()
+    for part, event in zip(parts, events, strict=True):
+        has_arrived = event and part.is_cpu and event.place.type != "cpu"  # it has waited for it
+        if event and not has_arrived and event.place not in places:
+            places.append(event.place)
+    return Event(places[0], streams.joined(places)) if places else None
+
+
+def _event_of(frame: Frame, lane: Lane) -> Event | None:
     """An event for what a lane has computed so far."""
     lanes = frame.state.lanes
     return None if lanes is None else lanes.record(lane)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -243,3 +243,36 @@ def lanes_of(device: Device) -> Lanes | None:
     """Returns the lanes of a worker; None where a call returns when its work is done."""
     place = place_of(device)
     return None if place is None else TorchLanes(place)
+
+
+def answers(place: torch.device) -> bool:
+    """Returns whether the driver of an accelerator takes and answers a request without an error."""
+    if place.type == "cpu":
+        return True
+    try:
+        torch.accelerator.current_stream(place).record_event().query()
+    except RuntimeError:
+        return False
+    return True
+
+
+def computes(place: torch.device) -> bool:
+    """Returns whether an accelerator computes what the host does; raises what its driver does."""
+    numbers = torch.arange(1 << 12, dtype=torch.float32).view(64, 64) % 7
+    there = numbers.to(place)
+    return torch.equal((there @ there + there).cpu(), numbers @ numbers + numbers)
+
+
+def empty_caches(kinds: Iterable[str]) -> None:
+    """Has the allocators of some kinds of accelerators give back the memory that nothing uses."""
+    for kind in dict.fromkeys(kinds):
+        if kind != "cpu":
+            torch.get_device_module(kind).empty_cache()
+
+
+def joined(places: Sequence[torch.device]) -> torch.Event:
+    """Returns an event for what the calling thread has launched on some accelerators of a kind."""
+    last, *others = map(torch.accelerator.current_stream, places)
+    for stream in others:
+        last.wait_event(stream.record_event())
+    return last.record_event()

@@ -55,7 +55,6 @@ class Worker:
     def _run(self) -> None:
         _on_worker.active = True
         _set_thread_name(self._thread.name)  # for tools that watch the process
-        self._state.begin()
         is_stopping, take = self._state.stopping.is_set, self._queue.get_nowait
         with torch.inference_mode():
             while True:
@@ -222,11 +221,17 @@ def mark(devices: Iterable[Device] | None = None) -> tuple[list[Device], Shards]
     """
     check_not_on_worker("synchronizing")
     with _pool.lock:
-        chosen = list(_pool.workers) if devices is None else list(devices)
+        chosen = list(_pool.workers if devices is None else devices)
         marks = Shards.pending(len(chosen))
         for index, device in enumerate(chosen):
             _pool.worker(device).submit((marks, index))
     return chosen, marks
+
+
+def used_devices() -> list[Device]:
+    """Returns the devices that have workers."""
+    with _pool.lock:
+        return list(_pool.workers)
 
 
 def _before_fork() -> None:
@@ -266,7 +271,7 @@ def host_cache() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def empty_cache() -> None:
+def empty_host_cache() -> None:
     """Does nothing: the portable executor keeps no memory."""
 
 

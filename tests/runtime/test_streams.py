@@ -39,6 +39,26 @@ def test_what_is_left_out_is_found(fault: str) -> None:
         assert world.faults
 
 
+@python_only
+@pytest.mark.parametrize("fault", ["", "users"])
+def test_a_graph_waits_for_those_who_read_what_it_overwrites(fault: str) -> None:
+    def step(cache: torch.Tensor, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return cache.index_copy(0, at, x) * 0.5
+
+    with recorded_streams.recorded(fault) as (world, ids):
+        mesh = dtorch.DeviceMesh("cpu", ids[:1])
+        jitted = dtorch.jit(step, donate_argnums=0, cuda_graph=True)
+        expected = torch.zeros(5, 3)
+        cache = dtorch.tensor(expected, device_mesh=mesh)
+        x, at = torch.ones(1, 3), torch.tensor([2])
+        given = [dtorch.tensor(v, device_mesh=mesh) for v in (x, at)]
+        for _ in range(8):
+            cache, expected = jitted(cache, *given), step(expected, x, at)
+            torch.testing.assert_close(cache.to_torch(), expected)
+        dtorch.synchronize()
+    assert bool(world.faults) == (fault == "users")
+
+
 def compute(x: dtorch.Tensor) -> dtorch.Tensor:
     whole = (x + 1).redistribute(placements=[dtorch.Replicate()])
     return (x * 2).sin() @ whole

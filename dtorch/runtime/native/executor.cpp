@@ -51,8 +51,11 @@ struct Frame {
   std::vector<LoanPtr> loans;        // the memory of the caller that this run reads
   torch::jit::Stack stack;
   at::Generator generator;
+  Place* place = nullptr;          // of a device with lanes
+  FailurePtr lost;                 // what all results are, where the driver had failed before
   std::unique_ptr<Lanes> lanes;    // made when the device is first known to have some
   std::vector<EventPtr> events;    // of the slots, on a device with lanes
+  std::vector<std::pair<int, EventPtr>> arriving;  // slots on the host that accelerators fill
   std::string worker;
   Recorded* recorded;
 
@@ -77,17 +80,62 @@ struct Frame {
     failures.clear();
     loans.clear();
     events.clear();
-    if (program->places.empty() || !program->places[device]) return;
-    if (!lanes) lanes = new_lanes(worker, *program->places[device]);
+    arriving.clear();
+    place = program->places.empty() ? nullptr : program->places[device];
+    lost = untrusted();
+    if (!place) return;
+    if (!lanes) lanes = new_lanes(worker, *place);
     events.resize(program->num_slots);
   }
 
-  bool has_lanes() const { return !events.empty(); }
+  void end() {
+    if (place && place->has_failed()) {
+      for (c10::IValue& value : slots) keep(value);
+    }
+    slots.clear();
+    failures.clear();
+    loans.clear();
+    events.clear();
+    arriving.clear();
+    lost.reset();
+  }
+
+  bool has_lanes() const { return place != nullptr; }
+
+  // What becomes of all that others may see, if the driver has failed.
+  FailurePtr untrusted() const { return place ? place->untrusted(worker) : nullptr; }
+
+  void keep(const c10::IValue& value) const {
+    bool is_last = value.isTensor() && value.toTensor().use_count() == 1;
+    if (is_last) place->keep(value.toTensor());
+  }
+
+  EventPtr event(int slot) const {
+    if (has_lanes()) return events[slot];
+    for (const auto& [arrives, event] : arriving) {
+      if (arrives == slot) return event;
+    }
+    return nullptr;
+  }
+
+  // Waits on the host for what accelerators write to slots.
+  void arrive(const std::vector<int>& reads) {
+    for (size_t i = 0; i < arriving.size();) {
+      auto [slot, event] = arriving[i];
+      if (std::find(reads.begin(), reads.end(), slot) == reads.end()) {
+        i++;
+        continue;
+      }
+      event->finish();
+      if (FailurePtr failed = event->lost()) store(slot, {at::Tensor(), failed});
+      arriving.erase(arriving.begin() + i);
+    }
+  }
 
   // Has the lane of an instruction wait for what it reads, and launches there from now on.
   void enter(const Launch& launch) {
     for (int slot : launch.waits) {
-      if (events[slot]) lanes->wait(launch.lane, *events[slot]);
+      lanes->wait(launch.lane, events[slot]);
     }
     for (int slot : launch.keeps) {
       if (slots[slot].isTensor()) lanes->keep(launch.lane, slots[slot].toTensor());
@@ -97,12 +145,17 @@ struct Frame {
 
   void leave(const Launch& launch) {
     if (launch.marks.empty()) return;
-    EventPtr event = lanes->record(launch.lane);
-    for (int slot : launch.marks) events[slot] = event;
+    if (EventPtr event = lanes->record(launch.lane)) {
+      for (int slot : launch.marks) events[slot] = event;
+    }
   }
 
   void store(int slot, Part part) {
-    if (part.event && has_lanes()) events[slot] = std::move(part.event);
+    if (part.event && has_lanes()) {
+      events[slot] = std::move(part.event);
+    } else if (part.event) {
+      arriving.emplace_back(slot, std::move(part.event));
+    }
     if (part.loan) loans.push_back(std::move(part.loan));
     if (part.failure) {
       failures.resize(program->num_slots);
@@ -114,13 +167,14 @@ struct Frame {
 
   Part part(int slot) const {
     if (!failures.empty() && failures[slot]) return {at::Tensor(), failures[slot]};
-    EventPtr event = has_lanes() ? events[slot] : nullptr;
-    return {slots[slot].isNone() ? at::Tensor() : slots[slot].toTensor(), nullptr, nullptr, event};
+    at::Tensor tensor = slots[slot].isNone() ? at::Tensor() : slots[slot].toTensor();
+    return {std::move(tensor), nullptr, nullptr, event(slot)};
   }
 
-  // What others may see of a part: the caller must not have written to what this run has read,
-  // and what is in the caller's memory stays on loan.
+  // What others may see of a part: the driver must not have failed, and the caller not have
+  // written to what this run has read; what is in the caller's memory stays on loan.
   Part settled(Part part) const {
+    if (FailurePtr failed = part.failure ? nullptr : untrusted()) return {at::Tensor(), failed};
     for (const LoanPtr& loan : loans) {
       if (part.failure) break;
       if (loan->is_broken()) return {at::Tensor(), loan->broken};
@@ -143,7 +197,7 @@ struct Frame {
   }
 
   FailurePtr failed(const std::vector<int>& reads) const {
-    if (failures.empty()) return nullptr;
+    if (lost || failures.empty()) return lost;
     for (int slot : reads) {
       if (failures[slot]) return failures[slot];
     }
@@ -152,18 +206,29 @@ struct Frame {
 
   void free(const std::vector<int>& unused) {
     for (int slot : unused) {
+      if (C10_UNLIKELY(place && place->has_failed())) keep(slots[slot]);
       slots[slot] = c10::IValue();
       if (!failures.empty()) failures[slot].reset();
     }
   }
 
-  FailurePtr failure(const Instruction& instruction) const {
+  // In a handler: the failure of an instruction, which has taken parts from peers. Marks the
+  // accelerator that it failed on, if that was its driver's error: see `blame` in faults.py.
+  FailurePtr failure(const Instruction& instruction, const std::vector<Part>& taken = {}) const {
     auto found = std::make_shared<Failure>();
     found->error = std::current_exception();
     found->program = call->program;
     found->origin = instruction.origin;
     found->device = device;
     found->site = call->site;
+    std::vector<Place*> asked;
+    if (place) asked.push_back(place);
+    for (const Part& part : taken) {
+      if (part.event) asked.push_back(&part.event->place);
+    }
+    auto guilty = std::remove_if(asked.begin(), asked.end(), [](Place* p) { return p->answers(); });
+    for (auto it = asked.begin(); it != guilty; ++it) (*it)->fail(found);
+    if (guilty == asked.begin() && place && is_of_driver(found->error)) place->fail(found);
     return found;
   }
 };
@@ -280,11 +345,12 @@ at::Tensor overwritten(const Frame& frame, const Instruction& instruction) {
 // The worker's own generator, whose state each random operation sets.
 at::Generator new_generator(const Frame& frame) {
   if (!frame.has_lanes()) return at::make_generator<at::CPUGeneratorImpl>();
-  return at::globalContext().defaultGenerator(*frame.program->places[frame.device]).clone();
+  return at::globalContext().defaultGenerator(frame.place->device).clone();
 }
 
 void run_operation(Frame& frame, const Instruction& instruction, int place) {
   Slice running(frame, instruction, Span::kRun);
+  if (C10_UNLIKELY(!frame.arriving.empty())) frame.arrive(instruction.reads);
   FailurePtr failed = frame.failed(instruction.reads);
   if (!failed) {
     try {
@@ -363,28 +429,31 @@ at::Tensor nothing(const std::vector<int64_t>& shape, const at::TensorOptions& o
   return at::full(shape, zero, options);
 }
 
-// A part on a device; onto the host through pinned memory, which the device itself can fill.
+// A part on a device; onto the host in pinned memory, which the part's own device fills later. The
+// allocator of pinned memory gives it to nobody else before that.
 at::Tensor brought(const at::Tensor& part, at::Device device) {
   if (!device.is_cpu() || part.is_cpu()) return part.to(device);
   at::Tensor staged = at::empty_like(part, part.options().device(device).pinned_memory(true));
-  staged.copy_(part, /*non_blocking=*/true);
-  synchronize_caller(part.device());
-  return staged;
+  bool alike = part.strides() == staged.strides();
+  return staged.copy_(alike ? part : part.clone(), /*non_blocking=*/true);
 }
 
+// What comes from an accelerator to the host arrives once the streams of this thread are done.
 at::Tensor join(const Round& round, const Meeting& meeting, const std::vector<Part>& parts) {
+  at::Device device = meeting.options.device();
+  bool at_once = round.join == Join::kConcatenate || round.join == Join::kReduce;
   std::vector<at::Tensor> taken;
-  bool is_moved = false;
   for (size_t i = 0; i < round.pieces.size(); i++) {
     at::Tensor piece = cut(parts[i].tensor, round.pieces[i].cuts);
-    taken.push_back(brought(piece, meeting.options.device()));
-    is_moved = !taken[i].is_same(piece);
+    taken.push_back(at_once ? piece.to(device) : piece);
   }
   switch (round.join) {
     case Join::kSame:
-      return taken[0];
-    case Join::kCopy:
-      return is_moved ? taken[0] : taken[0].clone();
+      return brought(taken[0], device);
+    case Join::kCopy: {
+      at::Tensor moved = brought(taken[0], device);
+      return moved.is_same(taken[0]) ? moved.clone() : moved;
+    }
     case Join::kConcatenate:
       return at::cat(taken, round.dim);
     case Join::kReduce:
@@ -393,9 +462,17 @@ at::Tensor join(const Round& round, const Meeting& meeting, const std::vector<Pa
     case Join::kTogether:  // is not joined by one device
       break;
   }
-  at::Tensor result = round.fill ? at::full(round.shape, *round.fill, meeting.options)
-                                 : nothing(round.shape, meeting.options);
-  for (size_t i = 0; i < taken.size(); i++) cut(result, round.pieces[i].place).copy_(taken[i]);
+  auto is_elsewhere = [](const at::Tensor& part) { return !part.is_cpu(); };
+  bool arrives = meeting.options.device().is_cpu() &&
+                 std::any_of(taken.begin(), taken.end(), is_elsewhere);
+  at::TensorOptions options = arrives ? meeting.options.pinned_memory(true) : meeting.options;
+  at::Tensor result = round.fill ? at::full(round.shape, *round.fill, options)
+                                 : nothing(round.shape, options);
+  for (size_t i = 0; i < taken.size(); i++) {
+    at::Tensor target = cut(result, round.pieces[i].place);
+    // Into other memory torch copies by way of a buffer that is not pinned.
+    target.copy_(taken[i], /*non_blocking=*/arrives && target.is_contiguous());
+  }
   return result;
 }
 
@@ -445,8 +522,29 @@ void run_show(Frame& frame, const Instruction& instruction) {
   if (meeting.rounds.empty()) leave(exchange, meeting);
 }
 
+// What has become of parts that peers have shown, if the driver of one has failed since, or none.
+FailurePtr lost_of(const std::vector<Part>& taken) {
+  for (const Part& part : taken) {
+    if (FailurePtr lost = part.event ? part.event->lost() : nullptr) return lost;
+  }
+  return nullptr;
+}
+
+// An event for when the host has what accelerators copy to it; none where none does.
+EventPtr arrival(const std::vector<Part>& taken) {
+  std::vector<c10::Device> places;
+  for (const Part& part : taken) {
+    if (!part.event) continue;
+    c10::Device device = part.event->place.device;
+    bool has_arrived = part.tensor.is_cpu() && !device.is_cpu();  // the host has waited for it
+    bool is_new = std::find(places.begin(), places.end(), device) == places.end();
+    if (!has_arrived && is_new) places.push_back(device);
+  }
+  return event_of_caller(places);
+}
+
 // Has the lane of communication wait for what peers have shown, and keep their memory. A device
-// without lanes reads it by the streams of its own thread.
+// without lanes reads it by streams of its own thread.
 void order_after(Lanes* lanes, const std::vector<Part>& taken) {
   std::vector<const Event*> waited;
   for (const Part& part : taken) {
@@ -457,7 +555,7 @@ void order_after(Lanes* lanes, const std::vector<Part>& taken) {
       continue;
     }
     if (std::find(waited.begin(), waited.end(), part.event.get()) == waited.end()) {
-      lanes->wait(kCommunication, *part.event);
+      lanes->wait(kCommunication, part.event);
       waited.push_back(part.event.get());
     }
     lanes->keep(kCommunication, part.tensor);
@@ -475,12 +573,11 @@ std::vector<Part> meet(Frame& frame, const Instruction& instruction, int number,
   if (number > 0) {
     Part next = part;
     if (frame.has_lanes() && !next.failure) next.event = frame.lanes->record(kCommunication);
-    shown.set(meeting.member, std::move(next));
+    shown.set(meeting.member, frame.settled(std::move(next)));
   }
   if (!await(shown, members)) return {Part{at::Tensor(), stopped_failure}};
   std::vector<Part> taken;
   for (int member : members) taken.push_back(shown.get(member));
-  order_after(frame.has_lanes() ? frame.lanes.get() : nullptr, taken);
   leave(exchange, meeting);
   return taken;
 }
@@ -494,12 +591,16 @@ Part take(Frame& frame, const Instruction& instruction, int number, const Part& 
     if (p.failure && !made.failure) made.failure = p.failure;
     if (p.loan) frame.loans.push_back(p.loan);
   }
+  if (!made.failure) made.failure = frame.lost ? frame.lost : lost_of(taken);
   if (made.failure) return made;
   Slice taking(frame, instruction, Span::kTake);
   try {
-    made.tensor = join(meeting.rounds[number], meeting, taken);
+    order_after(frame.has_lanes() ? frame.lanes.get() : nullptr, taken);
+    made.failure = lost_of(taken);
+    if (!made.failure) made.tensor = join(meeting.rounds[number], meeting, taken);
+    if (!made.failure && !frame.has_lanes()) made.event = arrival(taken);
   } catch (...) {
-    made.failure = frame.failure(instruction);
+    made = {at::Tensor(), frame.failure(instruction, taken)};
   }
   return frame.settled(std::move(made));
 }
@@ -594,13 +695,18 @@ void run_step(Frame& frame, const Instruction& instruction) {
   const Meeting& meeting = instruction.meetings[frame.device];
   if (meeting.rounds.empty()) return;
   Part part;
-  if (meeting.visitors == 0) part = frame.part(instruction.reads[0]);
+  if (meeting.visitors == 0) {
+    if (C10_UNLIKELY(!frame.arriving.empty())) frame.arrive(instruction.reads);
+    part = frame.part(instruction.reads[0]);
+    part.event = nullptr;  // the plan has the lane wait for it
+    if (frame.lost) part.failure = frame.lost;
+  }
   for (size_t number = 0; number < meeting.rounds.size(); number++) {
     bool together = meeting.rounds[number].join == Join::kTogether;
     part = together ? receive(frame, instruction, int(number), std::move(part))
                     : take(frame, instruction, int(number), part);
   }
-  part.event = nullptr;  // that of the result is recorded when the instruction ends
+  if (frame.has_lanes()) part.event = nullptr;  // it is recorded when the instruction ends
   frame.store(instruction.outputs[0], std::move(part));
 }
 
@@ -641,17 +747,14 @@ void run(Call& call, int device, Frame& frame) {
     if (port.places[device] < 0) continue;
     call.outputs[i]->set(port.places[device], frame.settled(frame.part(port.slot)));
   }
-  frame.slots.clear();
-  frame.failures.clear();
-  frame.loans.clear();
-  frame.events.clear();
+  frame.end();
 }
 
 // Sets the output of a mark in the queue, which is done when all is that was launched before it.
 void reach(Call& mark, int position, Frame& frame) {
   Part part;
   if (frame.lanes) {
-    frame.lanes->wait(kCommunication, *frame.lanes->record(kCompute));
+    frame.lanes->wait(kCommunication, frame.lanes->record(kCompute));
     part.event = frame.lanes->record(kCommunication);
   }
   mark.outputs[0]->set(position, std::move(part));

@@ -78,7 +78,7 @@ struct Program {
   int num_slots = 0, num_exchanges = 0;
   std::vector<Port> inputs, outputs;
   std::vector<Instruction> instructions;
-  std::vector<c10::optional<c10::Device>> places;  // of the devices that have lanes, or none
+  std::vector<Place*> places;  // of the devices that have lanes, or none
   PyObject* local = nullptr;  // the `LocalProgram`, for messages
   mutable std::vector<Worker*> workers;  // guarded by the lock of submission
   mutable unsigned pool = 0;             // the pool that they belong to

@@ -24,9 +24,15 @@ from ...mesh import Device, DeviceMesh
 from ...program import Ref, ScalarRef, SourceLine
 from ...redistribution import Collective
 from ...source import is_library
-from .. import collectives, communicators, lent, local_calls, peers, streams, timeline
-from ..failures import failure_of, stopped_failure
-from ..shards import Borrowed, Failure, written_to
+from .. import collectives, communicators, faults, lent, local_calls, peers, streams, timeline
+from ..failures import (
+    Failure,
+    driver_failure,
+    failure_of,
+    stopped_failure,
+    untrusted_failure,
+)
+from ..shards import Borrowed, written_to
 from ..timeline import Phase, Recorder, Span
 from ..worker import start_client_team, thread_setters, would_wait_for_itself
 from .build import load
@@ -202,14 +208,14 @@ def mark(devices: Iterable[Device] | None = None) -> tuple[list[Device], Any]:
     """
     check_not_on_worker("synchronizing")
     _start()
-    if devices is None:
-        devices = [Device(kind, int(number)) for kind, number in map(_split, NATIVE.devices())]
-    chosen = list(devices)
+    chosen = list(used_devices() if devices is None else devices)
     return chosen, NATIVE.mark(list(map(str, chosen))) if chosen else Shards.pending(0)
 
 
-def _split(name: str) -> list[str]:
-    return name.rsplit(":", 1)
+def used_devices() -> list[Device]:
+    """Returns the devices that have workers."""
+    names = (name.rsplit(":", 1) for name in NATIVE.devices())
+    return [Device(kind, int(number)) for kind, number in names]
 
 
 def begin_recording() -> None:
@@ -239,7 +245,7 @@ def host_cache() -> Iterator[None]:
         NATIVE.use_host_cache(before)
 
 
-def empty_cache() -> None:
+def empty_host_cache() -> None:
     """Gives back the host memory that the workers keep for their next results."""
     NATIVE.empty_host_cache()
 
@@ -333,6 +339,7 @@ def _start_waker() -> None:
 
 timeline.now = NATIVE.now
 lent.lend, lent.withdraw, lent.take_users = NATIVE.lend, NATIVE.withdraw, NATIVE.take_users
+faults.of, faults.mark, faults.clear = NATIVE.fault_of, NATIVE.mark_fault, NATIVE.clear_fault
 NATIVE.give(
     {
         "Ref": Ref,
@@ -341,6 +348,9 @@ NATIVE.give(
         "Failure": Failure,
         "Borrowed": Borrowed,
         "describe": _describe,
+        "driver_failure": driver_failure,
+        "untrusted_failure": untrusted_failure,
+        "is_of_driver": faults.is_of_driver,
         "is_library": is_library,
         "written_to": written_to,
         "start_waker": _start_waker,

@@ -20,7 +20,8 @@ namespace {
 struct Given {
   PyObject *ref, *scalar_ref, *per_device;  // classes of the arguments of a local program
   PyObject *failure, *borrowed;             // classes of parts
-  PyObject *describe, *is_library, *written_to, *start_waker, *dispatched, *launch;
+  PyObject *describe, *driver_failure, *untrusted_failure, *is_of_driver;
+  PyObject *is_library, *written_to, *start_waker, *dispatched, *launch;
 };
 Given given;
 
@@ -148,7 +149,19 @@ bool wait(Shards& shards, const py::handle& indices, const py::object& timeout) 
 // A part that is ready, for what the calling thread launches from now on.
 Part received(const Shards& shards, size_t index) {
   Part part = shards.get(index);
-  if (part.event && part.tensor.defined()) part.event->order_caller(part.tensor);
+  if (part.event && part.tensor.defined()) {
+    FailurePtr lost = part.event->lost();
+    if (!lost) {
+      py::gil_scoped_release release;
+      try {
+        part.event->order_caller(part.tensor);
+      } catch (...) {
+        part.event->place.fail_with_current_error();
+      }
+      lost = part.event->lost();
+    }
+    if (lost) return {at::Tensor(), lost};
+  }
   if (part.loan && part.loan->by_graph && part.tensor.defined()) {
     part.tensor = part.tensor.clone();  // launched while the graph had not written to it
     if (part.loan->is_broken()) return {at::Tensor(), part.loan->broken};
@@ -160,7 +173,7 @@ Part received(const Shards& shards, size_t index) {
 bool is_done(const Shards& shards, const py::handle& indices) {
   for (int i : to_indices(indices)) {
     Part part = shards.get(i);
-    if (part.event && !part.event->done()) return false;
+    if (part.event && !part.event->is_over()) return false;
   }
   return true;
 }
@@ -170,7 +183,7 @@ void finish(const Shards& shards, const py::handle& indices) {
   py::gil_scoped_release release;
   for (int i : wanted) {
     Part part = shards.get(i);
-    if (part.event) part.event->synchronize();
+    if (part.event) part.event->finish();
   }
 }
 
@@ -350,7 +363,7 @@ void add_step(Program& program, bool shows, int input, int output, const py::han
 // `launches`: for each instruction, (lane, waits, keeps, marks) or None, on one device.
 void add_launches(Program& program, int position, at::Device place, const py::list& launches) {
   program.places.resize(program.devices.size());
-  program.places[position] = place;
+  program.places[position] = &Place::of(place);
   for (size_t i = 0; i < program.instructions.size(); i++) {
     auto& made = program.instructions[i].launches;
     made.resize(program.devices.size());
@@ -423,9 +436,11 @@ void launch_in_python(const Round& round, const std::vector<at::Tensor>& inputs,
 
 void give(const py::dict& names) {
   auto take = [&](const char* name) { return py::object(names[name]).release().ptr(); };
-  given = {take("Ref"),     take("ScalarRef"), take("PerDevice"),  take("Failure"),
-           take("Borrowed"), take("describe"),  take("is_library"), take("written_to"),
-           take("start_waker"), take("dispatched"), take("launch")};
+  given = {take("Ref"),          take("ScalarRef"),      take("PerDevice"),
+           take("Failure"),      take("Borrowed"),       take("describe"),
+           take("driver_failure"), take("untrusted_failure"), take("is_of_driver"),
+           take("is_library"),   take("written_to"),     take("start_waker"),
+           take("dispatched"),   take("launch")};
   set_launcher(&launch_in_python);
 }
 
@@ -434,17 +449,43 @@ void give(const py::dict& names) {
 Failure::~Failure() { drop(python); }
 Program::~Program() { drop(local); }
 
+static py::object described(const Failure& failure) {
+  auto function = [](PyObject* given) { return py::reinterpret_borrow<py::object>(given); };
+  if (failure.first) {
+    py::object first = to_python({at::Tensor(), failure.first});
+    return function(given.untrusted_failure)(failure.where, first);
+  }
+  py::object error = exception_of(failure.error);
+  if (!failure.program) return function(given.driver_failure)(failure.where, error);
+  return function(given.describe)(py::handle(failure.program->local), failure.origin,
+                                  failure.program->devices[failure.device],
+                                  describe_site(failure.site), error);
+}
+
 py::object to_python(const Part& part) {
   if (!part.failure) return py::cast(part.tensor);
   const Failure& failure = *part.failure;
-  if (!failure.python) {
-    py::object made = py::reinterpret_borrow<py::object>(given.describe)(
-        py::handle(failure.program->local), failure.origin,
-        failure.program->devices[failure.device], describe_site(failure.site),
-        exception_of(failure.error));
-    failure.python = made.release().ptr();
-  }
+  if (!failure.python) failure.python = described(failure).release().ptr();
   return py::reinterpret_borrow<py::object>(failure.python);
+}
+
+bool is_of_driver(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::AcceleratorError&) {
+  } catch (const python_error&) {
+  } catch (const py::error_already_set&) {
+  } catch (...) {
+    return false;  // without the interpreter lock
+  }
+  py::gil_scoped_acquire gil;
+  py::object known = py::reinterpret_borrow<py::object>(given.is_of_driver);
+  return py::cast<bool>(known(exception_of(error)));
+}
+
+static py::object failure_of(at::Device place) {
+  FailurePtr failure = Place::of(place).failure();
+  return failure ? to_python({at::Tensor(), failure}) : py::none();
 }
 
 void dispatched(int64_t since, Dispatched kind, const Call* call) {
@@ -562,6 +603,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("now", &now);
   module.def("trace_lanes", &trace_lanes);
   module.def("take_lane_trace", &take_lane_trace);
+  module.def("break_lanes", &break_lanes);
+  module.def("hold_arrivals", &hold_arrivals);
+  module.def("fault_of", &failure_of);
+  module.def("mark_fault", [](at::Device place, const py::object& failure) {
+    Place::of(place).fail(from_python(failure));
+  });
+  module.def("clear_fault", [](at::Device place) { Place::of(place).clear(); });
   module.def("set_recording", &set_recording);
   module.def("take_spans", &spans);
   module.def("install_host_cache", &install_host_cache);

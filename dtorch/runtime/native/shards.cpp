@@ -56,6 +56,10 @@ Shards::Shards(size_t size)
   if (size > 1) rest_ = std::make_unique<Cell[]>(size - 1);
 }
 
+Shards::Cell::~Cell() {
+  if (event && event->place.has_failed()) event->place.keep(std::move(tensor));
+}
+
 bool Shards::lost() const { return generation_ != generation.load(std::memory_order_relaxed); }
 
 bool Shards::ready(size_t index) const {

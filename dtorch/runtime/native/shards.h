@@ -33,14 +33,15 @@ struct Site {
 // Why a value could not be computed. It becomes a Python `Failure` when it is first read there.
 struct Failure {
   std::exception_ptr error;
-  std::shared_ptr<const Program> program;
+  std::shared_ptr<const Program> program;  // none for an error outside of any instruction
   int origin = -1;
   int device = -1;
   Site site;
+  FailurePtr first;   // of a device that is not trusted any more: why
+  std::string where;  // such a device, or the place of an error outside of any instruction
   mutable PyObject* python = nullptr;  // guarded by the interpreter lock
   ~Failure();
 };
-using FailurePtr = std::shared_ptr<const Failure>;
 
 // Memory of the caller, or of a graph: whose version is watched, and what a part is once that has
 // changed.
@@ -98,6 +99,7 @@ class Shards : public c10::intrusive_ptr_target {
     FailurePtr failure;
     LoanPtr loan;
     EventPtr event;
+    ~Cell();
   };
   struct Waiter {
     std::vector<int> missing;
