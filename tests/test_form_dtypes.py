@@ -95,7 +95,10 @@ HALF, WHOLE = {torch.float16, torch.bfloat16}, {torch.uint8, torch.int32, torch.
 # Of each, what the kernel of torch 2.11 does not take yet, and the same by what it does take.
 NEWER = {
     aten.trace.default: (lambda d, _: d in HALF, lambda x, _: x.diagonal().sum()),
-    aten.nansum.default: (lambda _, d: d in WHOLE, lambda x, d: aten.sum(x, [0], dtype=d)),
+    aten.nansum.default: (
+        lambda d, to: to in WHOLE and not d.is_complex,
+        lambda x, d: aten.sum(x, [0], dtype=d),
+    ),
 }
 
 

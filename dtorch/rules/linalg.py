@@ -18,8 +18,9 @@ aten = torch.ops.aten
 notation("... 1 1 -> ... 1", aten.linalg_eigvalsh, aten.linalg_svdvals)
 notation("... 1 1 -> ...", aten.linalg_cond.default)
 notation("... 1 1 -> ... 1 1", aten.linalg_inv, aten.linalg_cholesky, aten.linalg_matrix_exp)
-notation("... 1 1 -> ... 1 1", aten.cholesky, aten.cholesky_inverse)
-notation("... 1 1 -> ... 1 1, ... 1 1", aten.linalg_qr)
+notation("... 1 1 -> ... 1 1", aten.cholesky_inverse, "aten::cholesky")  # before torch 2.14
+notation("... 1 1 -> ... 1 1", "aten::linalg_matrix_sqrth")  # since torch 2.14
+notation("... 1 1 -> ... 1 1, ... 1 1", aten.linalg_qr, "aten::linalg_polar")  # the same
 notation("... 1 1 -> ... 1 1, ...", aten.linalg_inv_ex, aten.linalg_cholesky_ex)
 notation("... 1 1 -> ... 1 1, ... 1, ... 1 1", aten._linalg_svd)
 notation("... 1 1 -> ... 1, ... 1 1", aten.linalg_eig, aten._linalg_eigh)

@@ -179,8 +179,8 @@ _rules: dict[Any, Rule] = {}
 def rule(*ops: Any) -> Callable[[Rule], Rule]:
     """Registers a function as the rule of operations.
 
-    They are overloads, packets for all overloads, or the names of operations of a library that
-    may not be there.
+    They are overloads, packets for all overloads, or the names of operations that may not be
+    there: those of another library, or that not every torch has.
     """
 
     def register(function: Rule) -> Rule:

@@ -182,17 +182,17 @@ def _min(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     return _extreme_along(x, dim, keepdim, False)
 
 
-@form(aten.max.default)
+@form(aten.max.default, takes=first(_REAL | {torch.bool}))
 def _max_of_all(x: Tensor) -> Tensor:
     return x.amax()
 
 
-@form(aten.min.default)
+@form(aten.min.default, takes=first(_REAL | {torch.bool}))
 def _min_of_all(x: Tensor) -> Tensor:
     return x.amin()
 
 
-@form(aten.aminmax.default)
+@form(aten.aminmax.default, takes=first(_REAL | {torch.bool}))
 def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     dims = dims_of(x, dim)
     return x.amin(dims, keepdim=keepdim), x.amax(dims, keepdim=keepdim)

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import optree
 import pytest
 import torch
 
 import dtorch
 from dtorch import Shard
 from dtorch.errors import WorkerError
+
+aten = torch.ops.aten
 
 CALLS: list[Any] = [torch.linalg.eigvalsh, torch.linalg.svdvals, torch.linalg.cond]
 
@@ -22,6 +25,23 @@ def test_values_of_matrices(call: Any) -> None:
         found = call(dtorch.Tensor(x, device_mesh=mesh, placements=[Shard(dim)]))
         assert found.placements == [Shard(0)]
         torch.testing.assert_close(found.to_torch(), call(x))
+
+
+@pytest.mark.parametrize("name", ["cholesky", "linalg_matrix_sqrth", "linalg_polar"])
+def test_what_not_every_torch_has(name: str) -> None:
+    if not hasattr(aten, name):
+        pytest.skip(f"torch {torch.__version__} has no aten.{name}")
+    call = getattr(aten, name)
+    x = torch.rand(4, 3, 3)
+    x = x @ x.mT + torch.eye(3)
+    mesh = dtorch.DeviceMesh("cpu", [0, 1])
+    for dim in (0, 1):
+        found = call(dtorch.Tensor(x, device_mesh=mesh, placements=[Shard(dim)]))
+        results = optree.tree_leaves(found)
+        assert [r.placements for r in results] == [[Shard(0)]] * len(results)
+        torch.testing.assert_close(
+            tuple(r.to_torch() for r in results), tuple(optree.tree_leaves(call(x)))
+        )
 
 
 CHECKED: list[Any] = [
