@@ -6,6 +6,7 @@ unequal size is not the mean of their means, so there the dim must split evenly.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -30,10 +31,6 @@ _WHOLE = (
     aten.argmin,
     aten.max,
     aten.min,
-    aten.var.correction,
-    aten.std.correction,
-    aten.var_mean.correction,
-    aten.std_mean.correction,
     aten.logsumexp,
     aten.linalg_vector_norm,
     aten.norm,
@@ -44,6 +41,12 @@ _WHOLE = (
     aten.nansum,
     aten.count_nonzero,
     aten.aminmax,
+)
+_VARIANCE = (
+    aten.var.correction,
+    aten.std.correction,
+    aten.var_mean.correction,
+    aten.std_mean.correction,
 )
 _ALONG = (
     aten.softmax,
@@ -112,6 +115,14 @@ def whole_reduction(call: OpCall) -> Sharding:
     names, reduced = _reduced(call)
     outputs = tuple(_kept(call, names, reduced) for _ in call.results)
     return Sharding((names,), outputs, whole=frozenset(reduced))
+
+
+@rule(*_VARIANCE)
+def variance(call: OpCall) -> Sharding:
+    """The same, and no piece is empty: the kernels warn where there is nothing to compute."""
+    sharding = whole_reduction(call)
+    kept = frozenset(n for n in sharding.outputs[0] if n is not None)
+    return dataclasses.replace(sharding, filled=kept)
 
 
 @rule(*_ALONG)

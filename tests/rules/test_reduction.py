@@ -126,3 +126,14 @@ def test_what_a_reduction_leaves(function, mesh, before, after, communicates):
     program = dtorch.jit(function).program(spread(values((4, 2)), mesh, [before]))
     assert program.specs[program.outputs[0]].placements == (after,)
     assert bool(program.communication()) == communicates
+
+
+@pytest.mark.parametrize("function", [torch.var, torch.std, torch.var_mean, torch.std_mean])
+def test_a_piece_without_elements_is_warned_of_nowhere(function, capfd):
+    x = values((4, 2))
+    found, expected = function(spread(x, TRIPLE, [S(1)]), 0), function(x, 0)
+    if isinstance(found, dtorch.Tensor):
+        found, expected = (found,), (expected,)
+    torch.testing.assert_close(tuple(f.to_torch() for f in found), tuple(expected))
+    assert all(f.placements == [S(0)] for f in found)
+    assert "degrees of freedom" not in capfd.readouterr().err
