@@ -123,6 +123,7 @@ def channels_last(value: Any) -> Any:
     return laid_out.requires_grad_(value.requires_grad)
 
 
+@pytest.mark.timeout(360)  # a minute on a core of its own
 @pytest.mark.filterwarnings("ignore")  # what PyTorch says of its own samples
 def test_inference_agrees_with_every_kernel_of_the_operator_database() -> None:
     drawn, recorded = random.Random(0), Recorded()

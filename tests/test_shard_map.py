@@ -652,12 +652,12 @@ def late(a):
 f = dtorch.shard_map(late, mesh, P("x"), P())
 results = [f(torch.ones(2)) for _ in range(40)]
 time.sleep(0.3)
+print(time.monotonic())
 """
-    started = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True,
+    done = subprocess.run([sys.executable, "-c", script], timeout=100, capture_output=True,
                           text=True, env=os.environ)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - float(done.stdout) < 30  # of the 60 s that all of them would take
 
 
 # -- errors at the call ----------------------------------------------------------------------
