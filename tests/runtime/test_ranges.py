@@ -118,19 +118,24 @@ def test_a_range_ends_where_the_workers_stop() -> None:
 
         ended, trace = threading.Event(), []
 
+        class Event:
+            def query(self): return True
+            def synchronize(self): pass
+
         class Lanes:
             def __init__(self, device): self.device = device
+            def begin(self): pass
             def on(self, lane): return torch.inference_mode()
-            def record(self, lane): return None
+            def record(self, lane): return Event()
             def wait(self, lane, event): pass
             def keep(self, lane, tensors): pass
             def push(self, name): trace.append(f"{self.device} push {name}")
             def pop(self): trace.append(f"{self.device} pop")
 
+        streams.place_of = lambda device: torch.device("cpu")
         if EXECUTOR == "python":
             streams.lanes_of = Lanes
         else:
-            streams.place_of = lambda device: torch.device("cpu")
             NATIVE.trace_lanes(True)
 
         @torch.library.custom_op("dtorch_test::slow", mutates_args=())
