@@ -80,6 +80,18 @@ class _Lanes:
     def __init__(self, owner: Accelerators, place: torch.device) -> None:
         self._owner, self._place = owner, place
 
+    def begin(self) -> None:
+        """These devices are none of torch's."""
+
+    def stream(self, lane: Lane) -> Any:
+        raise AssertionError("these devices have no communicators")
+
+    def push(self, name: str) -> None:
+        """Nobody watches."""
+
+    def pop(self) -> None:
+        """Nobody watches."""
+
     def on(self, lane: Lane) -> contextlib.AbstractContextManager[Any]:
         self._owner.check(self._place)
         return contextlib.nullcontext()
