@@ -214,7 +214,7 @@ def _is_attention(call: LocalCall) -> bool:
     return given.get("dropout_p", 0.0) == 0.0
 
 
-_OWN = {"dtorch::fold_mm", "dtorch::attend_block", "dtorch::run_compiled"}
+_OWN = {"dtorch::fold_mm", "dtorch::attend_block", "dtorch::run_callable", "dtorch::run_compiled"}
 """Operations of dtorch's that only launch kernels."""
 
 
