@@ -49,7 +49,7 @@ class Output:
     leaf: tuple[int | Tensor, Path] | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Compiled:
     """A traced call: its program and what to pass in and out.
 

@@ -14,7 +14,6 @@ import functools
 import inspect
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
@@ -99,14 +98,14 @@ class _Traced:
         self.modules: list[weakref.ref[torch.nn.Module]] = []
         self.passes = passes
         self._known: dict[Hashable, Hashable] = {}
-        self._num_runs: Counter[int] = Counter()
+        self._num_runs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def is_settled(self, entry: Any) -> bool:
         """Counts a run of a traced call; returns whether its graphs have been captured before."""
         if not self.passes.cuda_graph:
             return True
-        self._num_runs[id(entry)] += 1
-        return self._num_runs[id(entry)] > NUM_WARM_UPS + 1
+        self._num_runs[entry] = count = self._num_runs.get(entry, 0) + 1
+        return count > NUM_WARM_UPS + 1
 
     def flags(self) -> Hashable:
         """Returns what a program depends on beside its arguments; equal flags are one object.
