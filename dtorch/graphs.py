@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ def capture_parts(local: LocalProgram, donated: Collection[int] = ()) -> LocalPr
             for slot in (instruction.input,) if step else slots_read(instruction):
                 readers.setdefault(slot, set()).add(number)
     parts = {number for number, group in enumerate(items) if len(group) > 1}
+    last = {s: max(found) for s, found in readers.items()} | dict.fromkeys(outputs, len(items))
+    viewed = _viewed(items, set(donated), last)
     made: list[LocalInstruction] = []
     texts, sources = list(local.texts), list(local.sources)
     inside: set[int] = set()
@@ -65,7 +67,7 @@ def capture_parts(local: LocalProgram, donated: Collection[int] = ()) -> LocalPr
         written = dict.fromkeys(s for i in group for s in slots_written(i))
         kept = [s for s in written if s in outputs or readers.get(s, set()) - {number}]
         inside |= {s for s in kept if s not in outputs and readers[s] <= parts}
-        numbers.append(add_part(_part(group, kept, inside, donated)))
+        numbers.append(add_part(_part(group, kept, inside, set(donated) - viewed[number])))
         made.append(_call(numbers[-1], group, kept, len(texts)))
         texts.append(_text(group, local.texts))
         sources.append(local.sources[group[0].origin])
@@ -134,6 +136,42 @@ def _part(
         from_parts=frozenset(numbers[s] for s in inputs if s in inside),
         donated=frozenset(numbers[s] for s in inputs if s in donated),
         text=f"a part of {len(group)} operations on {', '.join(map(str, mesh.devices))}",
+    )
+
+
+def _viewed(
+    items: Sequence[Sequence[LocalInstruction]], inputs: set[int], last: Mapping[int, int]
+) -> list[set[int]]:
+    """For each group, the inputs of which a view from before is read there or later.
+
+    Args:
+        items: The groups.
+        inputs: The inputs, by slot.
+        last: The group that reads a slot last.
+    """
+    views: dict[int, set[int]] = {}  # of which inputs a slot may be one
+    found = list[set[int]]()
+    for number, group in enumerate(items):
+        found.append({i for s, of in views.items() if last.get(s, -1) >= number for i in of})
+        for instruction in group:
+            if not _is_fresh(instruction):
+                step = isinstance(instruction, LocalStep)
+                read = (instruction.input,) if step else slots_read(instruction)
+                of = {i for s in read for i in views.get(s, {s} & inputs)}
+                views |= dict.fromkeys(slots_written(instruction), of)
+    return found
+
+
+def _is_fresh(instruction: LocalInstruction) -> bool:
+    """Whether results are in memory of their own, whatever the operands are."""
+    if not isinstance(instruction, LocalCall):
+        return False
+    op = instruction.op
+    return (
+        op.namespace == "aten"
+        and all(r.alias_info is None for r in op._schema.returns)
+        and op not in (_aten._unsafe_view.default, _aten.lift.default)  # whose schemas do not say
+        and not op._can_decompose()
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import dtorch
 from dtorch import Replicate, Shard
 from dtorch.errors import DonatedError, WorkerError
-from dtorch.runtime import graph_calls
+from dtorch.runtime import graph_calls, lent
 
 
 @pytest.fixture(autouse=True)
@@ -201,6 +201,17 @@ def test_graphs_are_freed_with_their_program() -> None:
     dtorch.synchronize()
     gc.collect()
     assert number not in graph_calls._runs and graph() is None
+
+
+def test_calls_are_counted_for_each_program() -> None:
+    jitted = dtorch.jit(lambda x: x * 5 + 1, cuda_graph=True)
+    for _ in range(4):
+        jitted(placed(torch.ones(2), mesh_of(1)))
+    assert list(jitted._traced._num_runs.values()) == [4]
+    jitted.cache_clear()
+    dtorch.synchronize()
+    gc.collect()
+    assert not jitted._traced._num_runs  # a later program may have the same address
 
 
 # -- what is donated -------------------------------------------------------------------------
@@ -401,3 +412,80 @@ def test_two_threads_with_caches_of_their_own() -> None:
     for thread in threads:
         thread.join(60)
     assert not errors and not any(t.is_alive() for t in threads)
+
+
+def check_donated(function: Callable[..., Any], given: Callable[[Any], tuple[Any, ...]]) -> None:
+    """Calls a function that updates a cache; `given` makes more arguments of the cache."""
+    jitted = dtorch.jit(function, donate_argnums=0, cuda_graph=True)
+    mesh, theirs = mesh_of(1), torch.zeros(5, 3)
+    ours = placed(theirs, mesh)
+    for number in range(8):
+        x = torch.full((3,), number + 1.0)
+        ours, found = jitted(ours, placed(x, mesh), *given(ours))
+        theirs, expected = function(theirs, x, *given(theirs))
+        torch.testing.assert_close(found.to_torch(), expected)
+        torch.testing.assert_close(ours.to_torch(), theirs)
+
+
+def test_a_view_from_before_is_not_written_to() -> None:
+    def compute(cache: Any, x: Any) -> Any:
+        view = cache.mT
+        x = x + torch.rand_like(x) * 0  # a part ends, so the view is no part's
+        cache = (cache + x) * 2
+        noise = torch.rand_like(x) * 0
+        return cache, (view * 3).sum(0) + noise.sum()
+
+    check_donated(compute, lambda cache: ())
+
+
+def test_an_alias_that_is_read_after_the_part_is_not_written_to() -> None:
+    def compute(cache: Any, x: Any, other: Any) -> Any:
+        cache = (cache + x) * 2
+        noise = torch.rand_like(x) * 0
+        return cache, (other.mT * 3).sum(0) + noise.sum()
+
+    check_donated(compute, lambda cache: (cache.detach(),))
+
+
+def test_what_only_reads_a_donated_input_before_does_not_keep_it(copies: list[int]) -> None:
+    def compute(cache: Any, x: Any) -> Any:
+        noise = torch.rand_like(cache.sum(1).relu()) * 0
+        return (cache + x) * 2, noise.sum() + 1
+
+    check_donated(compute, lambda cache: ())
+    # The part that reads it copies it every time, the one that writes to it at the capture only.
+    assert copies.count(15) == 7
+
+
+def test_memory_for_a_conjugate_is_never_taken_for_the_conjugate() -> None:
+    value = torch.tensor([1 + 2j])
+    for given in (value.conj(), value.conj().imag):
+        memory = graph_calls._Buffer(given, counts_writes=True)
+        assert not memory.holds(memory.view.conj())
+        assert not memory.holds(torch._neg_view(memory.view))
+    memory = graph_calls._Buffer(value, counts_writes=True)
+    assert memory.holds(memory.view) and not memory.holds(value)
+
+
+def test_graphs_are_freed_by_a_collection_at_any_time() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.itself = self
+            self.memory = torch.ones(2)
+            lent.lend(self.memory, graph_calls._GONE)
+            weakref.finalize(self, lent.withdraw, self.memory).atexit = False
+
+    done = threading.Event()
+
+    def work() -> None:
+        for _ in range(300):
+            Owner()
+        done.set()
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        threading.Thread(target=work, daemon=True).start()
+        assert done.wait(60)
+    finally:
+        gc.set_threshold(*thresholds)

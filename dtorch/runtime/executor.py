@@ -86,6 +86,7 @@ def run(call: Call, state: DeviceState) -> None:
                 frame.events[slot] = event
             frame.loans += inputs[number].loans((index,))
             frame.store(slot, inputs[number].part(index))
+    frame.note_shared_loans()
     for action, number, phase in bound.actions:
         if timeline.recorder is None or phase is None:
             action(frame)

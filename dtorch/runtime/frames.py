@@ -172,6 +172,12 @@ class Frame:
                 part = Borrowed(part, loan.owner, loan.version, loan.gone)
         return part
 
+    def note_shared_loans(self) -> None:
+        """Notes which memory of graphs more than one input is in: none may be written to."""
+        owners = [loan.owner for loan in self.loans if loan.gone is not None]
+        if len(owners) > 1:
+            lent.note_shared(owners)
+
     def renew_loans(self, results: Iterable[int]) -> None:
         """After a graph has run: what it gave is lent anew, and what it was given is gone."""
         self.loans = [loan for loan in self.loans if loan.gone is None or not loan.is_broken()]

@@ -292,14 +292,14 @@ class _Replayed:
         """Whether a replay computes what the operations would.
 
         Inputs are laid out as at the capture, and none is in memory that the graph writes to, but
-        for what it left there and is given back.
+        for what it left there and is given back once.
         """
         if any(self._layouts[i] != _layout(inputs[i]) for i in new):
             return False
         return not self._lent or all(
             (t := inputs[i]) is None
             or _storage(t) not in self._lent
-            or (i in self._updated and self._updated[i].holds(t))
+            or (i in self._updated and self._updated[i].may_write(t))
             for i in new
         )
 
@@ -451,6 +451,7 @@ class _Buffer:
         self._memory.copy_(once)
         self.storage = _storage(self.view)
         self._num_holders = 0
+        self._is_as_given = not (tensor.is_conj() or tensor.is_neg())  # else it has been resolved
 
     def fill(self, tensor: Tensor | None) -> None:
         """Copies a tensor into the memory, unless it is there."""
@@ -460,7 +461,13 @@ class _Buffer:
 
     def holds(self, tensor: Tensor | None) -> bool:
         """Whether a tensor of the layout is in the memory, at the beginning."""
-        return tensor is not None and tensor.data_ptr() == self.view.data_ptr() != 0
+        if tensor is None or not self._is_as_given:
+            return False
+        return tensor.data_ptr() == self.view.data_ptr() != 0
+
+    def may_write(self, tensor: Tensor) -> bool:
+        """Whether a tensor on loan is in the memory, and nothing else that the call was given."""
+        return self.holds(tensor) and not lent.is_shared(self.view)
 
     def note_holders(self) -> None:
         """Counts who has the memory now, beside whom there is nobody."""

@@ -9,7 +9,9 @@ native one has its own, native/lent.cpp.
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,15 +26,18 @@ class Entry:
         version: Its version when it was lent.
         gone: What a part in it is from then on, a `Failure`.
         users: The streams that have used it since.
+        is_shared: Whether a call was given it more than once since.
     """
 
     owner: torch.Tensor
     version: int
     gone: Any
     users: list[Any] = dataclasses.field(default_factory=list)
+    is_shared: bool = False
 
 
-_lock = threading.Lock()
+# Taken again by its own thread where a collection of garbage frees graphs.
+_lock = threading.RLock()
 _entries: dict[int, Entry] = {}  # by storage
 
 
@@ -76,5 +81,33 @@ def take_users(owner: torch.Tensor) -> list[Any]:
         return users
 
 
+def note_shared(owners: Iterable[torch.Tensor]) -> None:
+    """Notes which memory a call was given more than once, by the owners of all it was given."""
+    seen = set[int]()
+    for key in map(_key, owners):
+        if key in seen:
+            with _lock:
+                if key in _entries:
+                    _entries[key].is_shared = True
+        seen.add(key)
+
+
+def is_shared(owner: torch.Tensor) -> bool:
+    """Returns whether a call was given the memory of a tensor more than once since it was lent."""
+    with _lock:
+        entry = _entries.get(_key(owner))
+        return entry is not None and entry.is_shared
+
+
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _after_fork_in_child() -> None:
+    """A thread of the parent may have held the lock; graphs do not work in a forked child."""
+    global _lock
+    _lock = threading.RLock()
+    _entries.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

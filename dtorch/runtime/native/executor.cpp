@@ -186,6 +186,15 @@ struct Frame {
     return part;
   }
 
+  // Notes which memory of graphs more than one input is in: none may be written to.
+  void note_shared_loans() const {
+    for (size_t i = 1; i < loans.size(); i++) {
+      if (!loans[i]->by_graph) continue;
+      auto same = [&](const LoanPtr& other) { return other->owner.is_same(loans[i]->owner); };
+      if (std::any_of(loans.begin(), loans.begin() + i, same)) note_shared(loans[i]->owner);
+    }
+  }
+
   // After a graph has run: what it gave is lent anew, and what it was given is gone.
   void renew_loans(const std::vector<int>& results) {
     auto is_gone = [](const LoanPtr& loan) { return loan->by_graph && loan->is_broken(); };
@@ -719,6 +728,7 @@ void run(Call& call, int device, Frame& frame) {
       frame.store(port.slot, call.inputs[i]->get(port.places[device]));
     }
   }
+  frame.note_shared_loans();
   // From here on the slots alone keep the inputs, so that they are freed at their last use.
   if (call.loaded.fetch_add(1, std::memory_order_acq_rel) + 1 == int(program.devices.size())) {
     call.inputs.clear();

@@ -339,6 +339,7 @@ def _start_waker() -> None:
 
 timeline.now = NATIVE.now
 lent.lend, lent.withdraw, lent.take_users = NATIVE.lend, NATIVE.withdraw, NATIVE.take_users
+lent.is_shared = NATIVE.is_shared
 faults.of, faults.mark, faults.clear = NATIVE.fault_of, NATIVE.mark_fault, NATIVE.clear_fault
 NATIVE.give(
     {

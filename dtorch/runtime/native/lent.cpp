@@ -10,6 +10,7 @@ namespace {
 struct Entry {
   LoanPtr loan;
   std::vector<c10::Stream> users;
+  bool is_shared = false;
 };
 
 // Never destroyed, as the workers.
@@ -56,6 +57,18 @@ void note_user(const at::Tensor& tensor, const c10::Stream& stream) {
   if (std::find(users.begin(), users.end(), stream) == users.end()) users.push_back(stream);
 }
 
+void note_shared(const at::Tensor& owner) {
+  std::lock_guard<std::mutex> lock(*mutex);
+  auto found = entries->find(owner.storage().unsafeGetStorageImpl());
+  if (found != entries->end()) found->second.is_shared = true;
+}
+
+bool is_shared(const at::Tensor& owner) {
+  std::lock_guard<std::mutex> lock(*mutex);
+  auto found = entries->find(owner.storage().unsafeGetStorageImpl());
+  return found != entries->end() && found->second.is_shared;
+}
+
 std::vector<c10::Stream> take_users(const at::Tensor& owner) {
   std::vector<c10::Stream> taken;
   const auto* key = key_of(owner);
@@ -64,6 +77,12 @@ std::vector<c10::Stream> take_users(const at::Tensor& owner) {
   auto found = entries->find(key);
   if (found != entries->end()) taken.swap(found->second.users);
   return taken;
+}
+
+void lent_after_fork() {
+  mutex = new std::mutex();
+  entries = new std::unordered_map<const c10::StorageImpl*, Entry>();
+  count = 0;
 }
 
 }  // namespace dtorch

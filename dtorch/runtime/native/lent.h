@@ -14,7 +14,13 @@ void withdraw(const at::Tensor& owner);
 LoanPtr loan_of(const at::Tensor& tensor);
 // Notes that a stream reads a tensor from now on.
 void note_user(const at::Tensor& tensor, const c10::Stream& stream);
+// Notes that a call was given the memory of a tensor more than once.
+void note_shared(const at::Tensor& owner);
+// Whether that was so since it was lent.
+bool is_shared(const at::Tensor& owner);
 // The streams that have used the memory of a tensor since it was lent.
 std::vector<c10::Stream> take_users(const at::Tensor& owner);
+// In a forked child, where a thread of the parent may have held the lock.
+void lent_after_fork();
 
 }  // namespace dtorch

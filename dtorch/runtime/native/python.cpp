@@ -575,6 +575,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("withdraw", &withdraw);
   module.def("take_users", &take_users);
+  module.def("is_shared", &is_shared);
   module.def("submit", &submit_program);
   module.def("mark", &mark);
   module.def("devices", &worker_devices);
@@ -618,6 +619,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("after_fork_in_child", [](const py::object& lost) {
     completions = new Completions();
     host_cache_after_fork();
+    lent_after_fork();
     Shards::after_fork(from_python(lost));
     return after_fork_in_child();
   });
