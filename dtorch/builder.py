@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -155,7 +155,7 @@ class Builder:
         wanted: Placements | None = None,
         draws: int | None = None,
     ) -> Any:
-        """Records an operation and returns its results, tensors by their numbers.
+        """Records an operation and returns its results: tensors by their numbers, numbers `Known`.
 
         Args:
             op: The operation; it neither mutates nor aliases its arguments.
@@ -419,11 +419,19 @@ def _later(op: torch._ops.OpOverload, a: DeviceMesh, b: DeviceMesh) -> DeviceMes
     )
 
 
+class Known(NamedTuple):
+    """A number among the results of an operation, which is not that of a value."""
+
+    value: int
+
+
 def _rebuild(results: Any, values: Any) -> Any:
     if isinstance(results, list):
         return [_rebuild(item, values) for item in results]
     value = next(values)
-    return results if value is None else value
+    if value is not None:
+        return value
+    return Known(results) if type(results) is int else results
 
 
 def _as_list(tree: Any) -> Any:

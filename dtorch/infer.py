@@ -145,6 +145,7 @@ def settings() -> Hashable:
         _C._get_flash_sdp_enabled(),
         _C._get_mem_efficient_sdp_enabled(),
         _C._get_math_sdp_enabled(),
+        _C._get_cudnn_sdp_enabled(),
         is_strict(),
     )
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from . import functionalization
-from .builder import Builder
+from .builder import Builder, Known
 from .decision import flattened, has_rule
 from .errors import DataDependentError, MutationError, TraceError
 from .handlers import SPECIAL
@@ -481,6 +481,8 @@ class Tracer:
     def _wrap_result(self, result: Any) -> Any:
         if isinstance(result, list):
             return [self._wrap_result(r) for r in result]
+        if type(result) is Known:
+            return result.value
         return self.wrap(result) if type(result) is int else result
 
     def _random(

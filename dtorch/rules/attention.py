@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
-from .sharding import Dims, OpCall, Sharding, rule
+from ..spec import Spec
+from .sharding import Dims, OpCall, Sharding, replicated, rule
 
 aten = torch.ops.aten
-_QUERY = ("b", "h", "l", "e")
-_KEY = ("b", "h", "s", "e")
-_VALUE = ("b", "h", "s", "v")
+_QUERY: Dims = ("b", "h", "l", "e")
+_KEY: Dims = ("b", "h", "s", "e")
+_VALUE: Dims = ("b", "h", "s", "v")
+_RESULT: Dims = ("b", "h", "l", "v")
+_WHOLE = frozenset({"l", "s", "e", "v"})
 _FILLED = frozenset({"b", "h", "l"})
 """PyTorch's kernel divides by the number of heads and batches: an empty shard ends the process."""
 
@@ -22,7 +25,7 @@ def flash_attention_for_cpu(call: OpCall) -> Sharding:
     """``b h l e!, b h s! e!, b h s! v!, mask -> b h l v!, b l h`` (log-sum-exp); l! if causal."""
     _check_shapes(call)
     inputs = (_QUERY, _KEY, _VALUE, *_mask(call, 3))
-    outputs = (("b", "h", "l", "v"), _logsumexp(call, call.results[1].shape))
+    outputs = (_RESULT, _logsumexp(call, call.results[1].shape))
     whole = frozenset({"s", "e", "v", *("l" if call["is_causal"] else "")})
     return Sharding(inputs, outputs, whole=whole, even=_unequal_heads(call), filled=_FILLED)
 
@@ -30,13 +33,50 @@ def flash_attention_for_cpu(call: OpCall) -> Sharding:
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward)
 def flash_attention_for_cpu_backward(call: OpCall) -> Sharding:
     """The gradients of q, k and v."""
-    result = ("b", "h", "l", "v")
     logsumexp = _logsumexp(call, call.tensors[5].shape)
-    inputs = (result, _QUERY, _KEY, _VALUE, result, logsumexp, *_mask(call, 6))
+    inputs = (_RESULT, _QUERY, _KEY, _VALUE, _RESULT, logsumexp, *_mask(call, 6))
     outputs = (_QUERY, _KEY, _VALUE)
     whole = frozenset({"s", "e", "v", *("l" if call["is_causal"] else "")})
     options: Any = {"even": _unequal_heads(call, 1), "filled": _FILLED}
     return Sharding(inputs, outputs, reduce={"l": "sum"}, whole=whole, **options)
+
+
+@rule(
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+)
+def attention_on_accelerators(call: OpCall) -> Sharding:
+    """``b h l! e!, b h s! e!, b h s! v!, mask -> b h l! v!, b h ...`` (log-sum-exp), and seeds."""
+    _check_shapes(call)
+    inputs = (_QUERY, _KEY, _VALUE, *_mask(call, 3))
+    outputs = (_RESULT, *(_beside(len(meta.shape)) for meta in call.results[1:]))
+    return Sharding(inputs, outputs, whole=_WHOLE, even=_unequal_heads(call), filled=_FILLED)
+
+
+@rule(
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
+)
+def attention_on_accelerators_backward(call: OpCall) -> Sharding:
+    """The gradients of q, k and v; with that of a mask, of the whole."""
+    if len(call.results) > 3:
+        return replicated(call)
+    named = {"query": _QUERY, "key": _KEY, "value": _VALUE}
+    named |= dict.fromkeys(("grad_out", "grad_out_", "out"), _RESULT)
+    names = [name for name, value in call.arguments.items() if isinstance(value, Spec)]
+    if "attn_bias" in names:
+        (named["attn_bias"],) = _mask(call, names.index("attn_bias"))
+    pairs = zip(names, call.tensors, strict=True)
+    inputs = tuple(named.get(name, _beside(len(spec.shape))) for name, spec in pairs)
+    outputs = (_QUERY, _KEY, _VALUE)
+    return Sharding(inputs, outputs, whole=_WHOLE, even=_unequal_heads(call, 1), filled=_FILLED)
+
+
+def _beside(ndim: int) -> Dims:
+    """The names of a log-sum-exp, or of the few numbers that say what dropout has drawn."""
+    return ("b", "h", *(None,) * (ndim - 2)) if ndim > 2 else (None,) * ndim
 
 
 def _check_shapes(call: OpCall) -> None:

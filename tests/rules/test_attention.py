@@ -69,3 +69,106 @@ def test_batch_and_heads_do_not_communicate(heads):
     assert program.communication() == []
     assert not program.fallbacks()
     assert program.specs[program.outputs[0]].placements == (S(0), S(1))
+
+
+# -- kernels of accelerators, on the CPU -----------------------------------------------------------
+
+aten = torch.ops.aten
+_forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _heads_first(sums, query):
+    return sums if sums.shape == query.shape[:3] else sums.transpose(1, 2).contiguous()
+
+
+def _as_on_cpu(sums):
+    """The log-sum-exp as the CPU's kernel of this version of PyTorch takes it."""
+    made = torch.zeros(1, 2, 3, 8)
+    return sums if _forward(made, made, made)[1].shape == (1, 2, 3) else sums.transpose(1, 2)
+
+
+def _flash(q, k, v, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+    out, sums = _forward(q, k, v, dropout_p, is_causal, scale=scale)
+    drawn = (torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64))
+    return out, _heads_first(sums, q), None, None, q.shape[2], k.shape[2], *drawn, q.new_empty(0)
+
+
+def _flash_backward(g, q, k, v, out, sums, *rest, scale=None):
+    cum_q, cum_k, max_q, max_k, dropout, causal, *_ = rest
+    assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[2], k.shape[2])
+    return _backward(g, q, k, v, out, _as_on_cpu(sums), dropout, causal, scale=scale)
+
+
+def _efficient(q, k, v, bias, compute_sums, dropout_p=0.0, is_causal=False, *, scale=None):
+    out, sums = _forward(q, k, v, dropout_p, is_causal, attn_mask=bias, scale=scale)
+    sums = _heads_first(sums, q)
+    padded = F.pad(sums, (0, -sums.shape[-1] % 32)) if compute_sums else sums[..., :0].contiguous()
+    return out, padded, *(torch.zeros((), dtype=torch.int64) for _ in range(2))
+
+
+def _efficient_backward(g, q, k, v, bias, out, sums, *rest, scale=None):
+    _, _, dropout, (*wanted, wants_bias), *causal = rest
+    assert all(wanted) and not wants_bias
+    sums = _as_on_cpu(sums[..., : q.shape[2]].contiguous())
+    options = {"attn_mask": bias, "scale": scale}
+    return *_backward(g, q, k, v, out, sums, dropout, *causal or (False,), **options), None
+
+
+def _cudnn(q, k, v, bias, compute_sums, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
+    out, sums = _forward(q, k, v, dropout_p, is_causal, attn_mask=bias, scale=scale)
+    drawn = (torch.zeros((), dtype=torch.int64) for _ in range(2))
+    sizes = q.shape[2], k.shape[2]
+    return out, _heads_first(sums, q)[..., None], None, None, *sizes, *drawn, None
+
+
+def _cudnn_backward(g, q, k, v, out, sums, seed, offset, bias, *rest, scale=None):
+    cum_q, cum_k, max_q, max_k, dropout, causal = rest
+    assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[2], k.shape[2])
+    sums, options = _as_on_cpu(sums[..., 0]), {"attn_mask": bias, "scale": scale}
+    return _backward(g, q, k, v, out, sums, dropout, causal, **options)
+
+
+_KERNELS = {
+    "flash": (_flash, _flash_backward, ()),
+    "efficient": (_efficient, _efficient_backward, (None, True)),
+    "cudnn": (_cudnn, _cudnn_backward, (None, True)),
+}
+
+
+@pytest.fixture(params=_KERNELS)
+def kernel(request):
+    """An attention of an accelerator, with kernels on the CPU."""
+    forward, backward, extra = _KERNELS[request.param]
+    name = f"_scaled_dot_product_{request.param}_attention"
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(name, forward, "CPU")
+        library.impl(f"{name}_backward", backward, "CPU")
+        yield lambda q, k, v: getattr(aten, name).default(q, k, v, *extra)[0]
+        dtorch.synchronize()
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "placements"), [((1,), [R]), ((2,), [S(0)]), ((2,), [S(1)]), ((2, 2), [S(0), S(1)])]
+)
+def test_kernels_of_accelerators_are_split_over_batch_and_heads(
+    kernel, shape, placements, is_jitted
+):
+    mesh = dtorch.init_device_mesh("cpu", shape)
+    whole = [torch.randn(4, 4, length, 8, requires_grad=True) for length in (3, 5, 5)]
+    ours = [
+        dtorch.tensor(t.detach(), device_mesh=mesh, placements=placements).requires_grad_()
+        for t in whole
+    ]
+    expected = F.scaled_dot_product_attention(*whole)
+    expected.square().sum().backward()
+    call = dtorch.jit(kernel) if is_jitted else kernel
+    for _ in range(2):
+        found = call(*ours)
+        assert found.placements == placements
+        torch.testing.assert_close(found.to_torch().detach(), expected.detach())
+    found.square().sum().backward()
+    for mine, theirs in zip(ours, whole, strict=True):
+        assert mine.grad.placements == placements
+        torch.testing.assert_close(mine.grad.to_torch(), theirs.grad)

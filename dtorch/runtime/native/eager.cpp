@@ -179,7 +179,8 @@ class Encoder {
     uint64_t bits = 0;
     for (bool bit : {grad_, c10::InferenceMode::is_enabled(), context.deterministicAlgorithms(),
                      context.deterministicAlgorithmsWarnOnly(), context.userEnabledFlashSDP(),
-                     context.userEnabledMemEfficientSDP(), context.userEnabledMathSDP()}) {
+                     context.userEnabledMemEfficientSDP(), context.userEnabledMathSDP(),
+                     context.userEnabledCuDNNSDP()}) {
       bits = bits << 1 | uint64_t(bit);
     }
     bits = bits << 8 | uint64_t(c10::get_default_dtype_as_scalartype());
