@@ -20,14 +20,13 @@ why, once. Captures are made in the mode "thread_local", one at a time: other th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,39 +35,13 @@ from ..errors import DonatedError
 from ..lowering import LocalCall
 from ..program import Ref, map_refs, refs
 from . import collectives, lent
+from .captures import capture, have_graphs
 from .collectives import Meeting
 from .shards import Failure
 
 NUM_WARM_UPS = 2
 """Calls before a capture, which show what comes in the same memory every time."""
 _MOST_CAPTURES = 8  # of one part on one device; what has moved until then is copied from then on
-
-
-class Graph(Protocol):
-    """What a device replays."""
-
-    def replay(self) -> None:
-        """Launches it on the current stream."""
-        ...
-
-
-def capture(work: Callable[[], None]) -> Graph:
-    """Returns a graph of what `work` launches on the current stream, which does not run."""
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    try:
-        work()
-    except BaseException:
-        with contextlib.suppress(RuntimeError):  # the capture may have ended by the first error
-            graph.capture_end()
-        raise
-    graph.capture_end()
-    return graph
-
-
-def have_graphs(device_type: str) -> bool:
-    """Returns whether devices of a type replay graphs."""
-    return device_type == "cuda"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
