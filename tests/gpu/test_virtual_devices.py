@@ -47,6 +47,32 @@ def test_one_device_is_pytorch_bit_for_bit() -> None:
             assert found.device.type == "cuda" and torch.equal(found, compute(x, w))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2])
+def test_attention_is_pytorch_s_kernel_for_its_batches(size: int, dtype: torch.dtype) -> None:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    whole = [torch.randn(4, 8, 128, 64, device="cuda", dtype=dtype) for _ in range(3)]
+    ours = [dtorch.tensor(t, device_mesh=mesh_of(size), placements=[Shard(0)]) for t in whole]
+    for call in (attend, dtorch.jit(attend)):
+        found = call(*ours)
+        assert found.placements == [Shard(0)]
+        if size == 1:
+            assert torch.equal(found.to_torch(), attend(*whole))
+        else:
+            torch.testing.assert_close(found.to_torch(), attend(*whole), rtol=2e-2, atol=1e-2)
+    given = [t.detach().requires_grad_() for t in ours]
+    theirs = [t.clone().requires_grad_() for t in whole]
+    attend(*given).float().square().mean().backward()
+    attend(*theirs).float().square().mean().backward()
+    for mine, expected in zip(given, theirs, strict=True):
+        assert mine.grad is not None and expected.grad is not None
+        assert mine.grad.placements == [Shard(0)]
+        largest = expected.grad.abs().max().item()
+        torch.testing.assert_close(
+            mine.grad.to_torch(), expected.grad, rtol=5e-2, atol=2e-2 * largest
+        )
+
+
 def test_a_long_chain_over_devices_in_any_order_of_streams() -> None:
     mesh = mesh_of(2, 2)
     x = torch.randn(512, 512, device="cuda")
@@ -66,7 +92,7 @@ def test_a_long_chain_over_devices_in_any_order_of_streams() -> None:
     for _ in range(10):
         expected = torch.tanh(expected @ expected * 0.05) + expected
     for _ in range(5):
-        torch.testing.assert_close(compute(placed).to_torch(), expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(compute(placed).to_torch(), expected, rtol=1e-2, atol=1e-2)
 
 
 def test_what_the_caller_has_launched_comes_first() -> None:
