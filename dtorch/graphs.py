@@ -44,10 +44,7 @@ def capture_parts(local: LocalProgram, donated: Collection[int] = ()) -> LocalPr
     types = {device.type for device in local.devices}
     if not any(map(graph_calls.have_graphs, types)):
         kinds = ", ".join(sorted(types))
-        graph_calls.say(
-            f"cuda_graph=True does nothing on devices of type {kinds} with torch "
-            f"{torch.__version__}: it takes GPUs, of type cuda, and torch 2.12 or later"
-        )
+        graph_calls.say(f"cuda_graph=True does nothing on devices of type {kinds}")
         return local
     items = list(_grouped(local))
     outputs = {slot for slot, _ in local.outputs}

@@ -66,6 +66,7 @@ def have_graphs(device_type: str) -> bool:
     """Returns whether devices of a type replay graphs.
 
     Before torch 2.12 all threads share what a capture notes of the default generator: while a
-    worker captures, ``torch.randn`` on the same GPU would raise in any other thread.
+    worker captures, ``torch.randn`` on the same GPU raises in another thread. The caller's own
+    waits in its call meanwhile.
     """
-    return device_type == "cuda" and _TORCH >= (2, 12)
+    return device_type == "cuda"
