@@ -130,21 +130,25 @@ def _cudnn_backward(g, q, k, v, out, sums, seed, offset, bias, *rest, scale=None
 
 
 _KERNELS = {
-    "flash": (_flash, _flash_backward, ()),
-    "efficient": (_efficient, _efficient_backward, (None, True)),
-    "cudnn": (_cudnn, _cudnn_backward, (None, True)),
+    "flash": (_flash, _flash_backward),
+    "efficient": (_efficient, _efficient_backward),
+    "cudnn": (_cudnn, _cudnn_backward),
 }
 
 
 @pytest.fixture(params=_KERNELS)
 def kernel(request):
-    """An attention of an accelerator, with kernels on the CPU."""
-    forward, backward, extra = _KERNELS[request.param]
+    """An attention of an accelerator, with kernels on the CPU; flash takes no mask."""
+    forward, backward = _KERNELS[request.param]
     name = f"_scaled_dot_product_{request.param}_attention"
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl(name, forward, "CPU")
         library.impl(f"{name}_backward", backward, "CPU")
-        yield lambda q, k, v: getattr(aten, name).default(q, k, v, *extra)[0]
+        op = getattr(aten, name).default
+        if request.param == "flash":
+            yield lambda q, k, v, mask=None: op(q, k, v)[0]
+        else:
+            yield lambda q, k, v, mask=None: op(q, k, v, mask, True)[0]
         dtorch.synchronize()
 
 
@@ -152,20 +156,24 @@ def kernel(request):
 @pytest.mark.parametrize(
     ("shape", "placements"), [((1,), [R]), ((2,), [S(0)]), ((2,), [S(1)]), ((2, 2), [S(0), S(1)])]
 )
+@pytest.mark.parametrize("has_mask", [False, True])
 def test_kernels_of_accelerators_are_split_over_batch_and_heads(
-    kernel, shape, placements, is_jitted
+    kernel, shape, placements, is_jitted, has_mask, request
 ):
+    has_mask = has_mask and request.node.callspec.params["kernel"] != "flash"
     mesh = dtorch.init_device_mesh("cpu", shape)
     whole = [torch.randn(4, 4, length, 8, requires_grad=True) for length in (3, 5, 5)]
     ours = [
         dtorch.tensor(t.detach(), device_mesh=mesh, placements=placements).requires_grad_()
         for t in whole
     ]
-    expected = F.scaled_dot_product_attention(*whole)
+    mask = torch.randn(4, 1, 3, 5).expand(4, 4, 3, 5) if has_mask else None
+    masks = [dtorch.tensor(mask, device_mesh=mesh, placements=[R] * len(shape))] if has_mask else []
+    expected = F.scaled_dot_product_attention(*whole, attn_mask=mask)
     expected.square().sum().backward()
     call = dtorch.jit(kernel) if is_jitted else kernel
     for _ in range(2):
-        found = call(*ours)
+        found = call(*ours, *masks)
         assert found.placements == placements
         torch.testing.assert_close(found.to_torch().detach(), expected.detach())
     found.square().sum().backward()
