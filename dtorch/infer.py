@@ -146,6 +146,7 @@ def settings() -> Hashable:
         _C._get_mem_efficient_sdp_enabled(),
         _C._get_math_sdp_enabled(),
         _C._get_cudnn_sdp_enabled(),
+        tuple(_C._get_sdp_priority_order()),
         is_strict(),
     )
 

@@ -170,6 +170,21 @@ def test_kernel_choices_are_captured_when_the_call_is_made() -> None:
     assert "flash" not in names
 
 
+def test_the_order_of_kernels_is_in_the_key() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    numbers = torch._C._get_sdp_priority_order()
+    x, found = dtorch.zeros(4, device_mesh=TWO), []
+    jitted = dtorch.jit(torch.sinc)
+    for order in (numbers, numbers[::-1], numbers):
+        with sdpa_kernel([SDPBackend(n) for n in order], set_priority=True):
+            before = dtorch.cache_info().misses
+            torch.sinc(x)
+            jitted(x)
+            found.append((dtorch.cache_info().misses - before, jitted.cache_info().misses))
+    assert found == [(1, 1), (1, 2), (0, 2)]
+
+
 def test_deterministic_algorithms_are_in_the_key() -> None:
     x = dtorch.zeros(4, device_mesh=TWO)
     index = torch.tensor([0, 0, 1])

@@ -95,11 +95,13 @@ def _deterministic():
         torch.use_deterministic_algorithms(False)
 
 
+_REVERSED = [SDPBackend(number) for number in reversed(torch._C._get_sdp_priority_order())]
 SETTINGS = {
     "no_grad": torch.no_grad,
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "order": lambda: sdpa_kernel(_REVERSED, set_priority=True),
     "deterministic": _deterministic,
 }
 

@@ -173,7 +173,7 @@ class Encoder {
     if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
     if (at::autocast::is_autocast_enabled(at::kCPU) || at::autocast::is_autocast_enabled(at::kCUDA))
       return false;
-    const auto& context = at::globalContext();
+    auto& context = at::globalContext();
     auto tls = c10::impl::tls_local_dispatch_key_set();
     grad_ = c10::GradMode::is_enabled();
     uint64_t bits = 0;
@@ -183,6 +183,7 @@ class Encoder {
                      context.userEnabledCuDNNSDP()}) {
       bits = bits << 1 | uint64_t(bit);
     }
+    for (auto backend : context.sDPPriorityOrder()) bits = bits << 4 | uint64_t(backend) + 1;
     bits = bits << 8 | uint64_t(c10::get_default_dtype_as_scalartype());
     words.insert(words.end(), {reinterpret_cast<uint64_t>(token), tls.included_.raw_repr(),
                                tls.excluded_.raw_repr(), bits});
