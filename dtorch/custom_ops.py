@@ -82,13 +82,13 @@ masked_sum = torch.ops.dtorch.masked_sum.default
 
 _library.define(
     "attend_block(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? out, "
-    "Tensor? logsumexp, int num_pieces, int step, bool is_causal, float? scale, "
+    "Tensor? logsumexp, int num_pieces, int step, str kernel, bool is_causal, float? scale, "
     "int[] query_ranges, int[] key_ranges) -> (Tensor, Tensor)"
 )
 _library.define(
     "attend_block_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? mask, "
     "Tensor out, Tensor logsumexp, Tensor? grad_query, Tensor? grad_key, Tensor? grad_value, "
-    "int num_pieces, int step, bool is_causal, float? scale, int[] query_ranges, "
+    "int num_pieces, int step, str kernel, bool is_causal, float? scale, int[] query_ranges, "
     "int[] key_ranges) -> (Tensor, Tensor, Tensor)"
 )
 

@@ -455,8 +455,10 @@ class Tracer:
         target = Spec.of(shape, spec.dtype, spec.mesh, spec.placements)
         return self.wrap(self.builder.permute(value, movement, target))
 
-    def _number(self, result: torch.Tensor | None, meta: Any) -> int | None:
+    def _number(self, result: torch.Tensor | int | None, meta: Any) -> int | Known | None:
         """The number of what a form gives, with the strides that the operation would give it."""
+        if isinstance(result, int):
+            return Known(result)
         value = None if result is None else self.read(self.lift(result))
         return (
             value if value is None or meta is None else self.builder.with_stride(value, meta.stride)

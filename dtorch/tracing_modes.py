@@ -73,11 +73,15 @@ class FunctionMode(TorchFunctionMode):
                 args, kwargs = self._tracer.on_latest_stage(func, args, kwargs)
             if func in gradients.DIRECT_SUBSTITUTES:
                 return gradients.DIRECT_SUBSTITUTES[func](*args, **kwargs)
-            if self._tracer.with_autograd:
-                substitute = gradients.SUBSTITUTES.get(func)
-                if substitute is not None and gradients.requires_grad(args):
-                    return substitute(*args, **kwargs)
+            substitute = gradients.SUBSTITUTES.get(func)
+            if substitute is not None and self._is_substituted(func, args, kwargs):
+                return substitute(*args, **kwargs)
             return func(*args, **kwargs)
+
+    def _is_substituted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        given = (*args, *kwargs.values())
+        needs_gradients = self._tracer.with_autograd and gradients.requires_grad(given)
+        return needs_gradients or func in gradients.ALWAYS_SUBSTITUTED
 
 
 _DATA_SETTER = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]

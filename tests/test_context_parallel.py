@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_standins import KERNELS, on_the_cpu
 from layouts import R, S, sampled, spread, values
 
 import dtorch
@@ -170,6 +171,84 @@ def test_infinite_and_nearly_infinite_values(rows, is_causal):
     found = F.scaled_dot_product_attention(*given, is_causal=is_causal).to_torch()
     torch.testing.assert_close(found[..., 1:], expected[..., 1:])
     torch.testing.assert_close(found[..., 0], expected[..., 0], rtol=1e-5, atol=1e33)
+
+
+# -- kernels of accelerators, on the CPU -------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("seed", range(sampled(40)))
+def test_kernels_of_accelerators_equal_torch(kernel, seed):
+    draw = random.Random(seed)
+    mesh, split = draw.choice(GRIDS)
+    kind = draw.choice(MASKS if kernel != "flash" else ("none", "causal"))
+    keys = draw.choice([2, 4])
+    grouped = 1 if kernel == "efficient" else draw.choice([1, 1, 2])  # which repeats keys before
+    heads, length = keys * grouped, draw.choice([1, 2, 7, 8, 16, 33, 64])
+    num_keys = length if kernel == "flash" and kind == "causal" else draw.choice([length, 5, 17])
+    batch, whole = draw.choice([2, 3]), [R] * mesh.ndim
+    shapes = [(batch, heads, length, 8), *[(batch, keys, num_keys, 8)] * 2]
+    made = torch.Generator().manual_seed(seed)
+    inputs = [torch.randn(s, generator=made).requires_grad_() for s in shapes]
+    mask = _mask(kind, (batch, heads, length, num_keys), seed)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    options = {"is_causal": kind == "causal"}
+    expected = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=True, **options)
+    layouts = [draw.choice([split, split, split, whole]), *[draw.choice([split] * 3 + [whole])] * 2]
+    placed = zip(inputs, layouts, strict=True)
+    given = [spread(t.detach(), mesh, p).requires_grad_() for t, p in placed]
+    masks = () if mask is None else (spread(mask, mesh, whole),)
+    cotangent = values(expected.shape)
+    with on_the_cpu(kernel) as attention:
+        found = attention(*given, *masks, **options)
+        compiled = dtorch.jit(attention)(*(t.detach() for t in given), *masks, **options)
+        ours = torch.autograd.grad(found, given, spread(cotangent, mesh, whole))
+        results = [t.detach().to_torch() for t in (found, compiled, *ours)]
+    wanted = expected.detach(), expected.detach(), *torch.autograd.grad(expected, inputs, cotangent)
+    for our, theirs in zip(results, wanted, strict=True):
+        torch.testing.assert_close(our, theirs, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", ["efficient", "cudnn"])
+def test_rows_that_see_nothing_of_a_piece(kernel):
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ring_cp",))
+    inputs = [t.requires_grad_() for t in torch.randn(3, 1, 2, 16, 8)]
+    mask = torch.full((16, 16), -torch.inf)
+    mask[:, 5] = mask[3:9, 14] = 0.0
+    expected = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+    given = [spread(t.detach(), mesh, [S(2)]).requires_grad_() for t in inputs]
+    with on_the_cpu(kernel, of_nothing=torch.nan) as attention:
+        found = attention(*given, spread(mask, mesh, [R]))
+        found.square().sum().backward()
+        results = [found.detach().to_torch(), *(t.grad.to_torch() for t in given)]
+    wanted = expected.detach(), *torch.autograd.grad(expected.square().sum(), inputs)
+    for our, theirs in zip(results, wanted, strict=True):
+        torch.testing.assert_close(our, theirs)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("axis", "kind"),
+    [("ring_cp", Collective.PERMUTE), ("zigzag_cp", Collective.PERMUTE),
+     ("ulysses_cp", Collective.ALL_TO_ALL)],
+)  # fmt: skip
+def test_kernels_of_accelerators_gather_nothing(kernel, axis, kind):
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=(axis,))
+    given = [spread(torch.zeros(1, 8, 128, 8), mesh, [S(2)]) for _ in range(3)]
+
+    def loss(attention, *tensors):
+        return attention(*tensors, is_causal=True).square().sum()
+
+    with on_the_cpu(kernel) as attention:
+        forward = dtorch.jit(lambda q, k, v: attention(q, k, v, is_causal=True)).program(*given)
+        gradients = dtorch.jit(dtorch.grad(lambda *t: loss(attention, *t), argnums=(0, 1, 2)))
+        backward = gradients.program(*given)
+        with dtorch.strict():
+            assert attention(*given, is_causal=True).placements == [S(2)]
+    assert {k for k in _kinds(forward) if not k.is_local} == {kind}
+    assert {k for k in _kinds(backward) if not k.is_local} - {Collective.ALL_REDUCE} == {kind}
+    assert [backward.specs[o].placements for o in backward.outputs] == [(S(2),)] * 3
 
 
 # -- what is communicated --------------------------------------------------------------------

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("redistribution",),
     ("program", "passes", "lowering", "communication"),
     ("strictness",),
-    ("custom_ops", "expert_ops", "local_ops"),
+    ("attention_kernels", "custom_ops", "expert_ops", "local_ops"),
     ("rules",),
     ("elementwise", "cpu_results", "refusals", "infer", "propagation", "decision"),
     ("scalars", "source"),

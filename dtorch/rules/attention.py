@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..lowering import LocalContext
 from ..spec import Spec
 from .sharding import Dims, OpCall, Sharding, replicated, rule
 
@@ -51,7 +52,7 @@ def attention_on_accelerators(call: OpCall) -> Sharding:
     _check_shapes(call)
     inputs = (_QUERY, _KEY, _VALUE, *_mask(call, 3))
     outputs = (_RESULT, *(_beside(len(meta.shape)) for meta in call.results[1:]))
-    return Sharding(inputs, outputs, whole=_WHOLE, even=_unequal_heads(call), filled=_FILLED)
+    return Sharding(inputs, outputs, even=_unequal_heads(call), **_on_accelerators(call))
 
 
 @rule(
@@ -71,7 +72,23 @@ def attention_on_accelerators_backward(call: OpCall) -> Sharding:
     pairs = zip(names, call.tensors, strict=True)
     inputs = tuple(named.get(name, _beside(len(spec.shape))) for name, spec in pairs)
     outputs = (_QUERY, _KEY, _VALUE)
-    return Sharding(inputs, outputs, whole=_WHOLE, even=_unequal_heads(call, 1), filled=_FILLED)
+    return Sharding(inputs, outputs, even=_unequal_heads(call, 1), **_on_accelerators(call))
+
+
+def _on_accelerators(call: OpCall) -> dict[str, Any]:
+    """What is whole there, and how each device runs it."""
+    mask = call.arguments.get("attn_bias")
+    is_uneven = mask is not None and mask.shape[-1] % 8 != 0
+    localize = _align_mask if is_uneven else None
+    return {"whole": _WHOLE, "filled": _FILLED, "localize": localize}
+
+
+def _align_mask(context: LocalContext) -> None:
+    """Has the rows of a device's mask begin where the kernels want them: PyTorch did so of all."""
+    mask = context.argument("attn_bias")
+    size = context.spec(mask).shape[-1]
+    filled = context.emit(aten.constant_pad_nd.default, mask, [0, -size % 8], 0.0)
+    context.emit_with(attn_bias=context.emit(aten.narrow.default, filled, -1, 0, size))
 
 
 def _beside(ndim: int) -> Dims:

@@ -6,8 +6,8 @@ the sequence, or two where the order is balanced. Of two pieces a causal mask le
 part that a device reads as a range of the queries and a range of the keys, or a triangle.
 
 A device that has nothing to do in a step passes on what it had. The kernel must not see an empty
-piece. What it gives for a row that sees no key is zero with a log-sum-exp of zero, which the merge
-must take for minus infinity.
+piece. What kernels give for a row that sees no key differs, NaN among it; here it is zero, with a
+log-sum-exp of minus infinity, which a merge gives no weight.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..attention_kernels import KERNELS, Sizes
 from ..custom_ops import attend_block, attend_block_backward
 from ..lowering import LocalContext, PerDevice
 from ..mesh import DeviceMesh
@@ -26,8 +27,6 @@ from ..spec import Spec
 from .sharding import Dims, OpCall, Sharding, assign, rule
 
 aten = torch.ops.aten
-_forward = aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 Range = tuple[int, int]
 """A range of a sequence: where it starts and its length."""
@@ -164,6 +163,7 @@ class _Step:
         queries = _ranges(context.argument("query_ranges"), count)
         keys = _ranges(context.argument("key_ranges"), count)
         step, is_causal = context.argument("step"), context.argument("is_causal")
+        self.kernel = KERNELS[context.argument("kernel")]
         self.key_ranges = [keys[(i - step) % count] for i in self.places]
         assert self.places == [i % count for i in self.places], "not the layout of the ring"
         filled_up = self.spec.shape[2] // count
@@ -221,10 +221,26 @@ class _Here:
     def emit(self, op: Any, *args: Any, outputs: Any = None, **kwargs: Any) -> Ref:
         return self.step.context.emit(op, *args, outputs=outputs, mesh=self.mesh, **kwargs)
 
-    def emit_several(self, count: int, op: Any, *args: Any, **kwargs: Any) -> list[Ref]:
+    def one(self, op: Any, *args: Any, **kwargs: Any) -> Ref:
+        return self.emit(op, *args, **kwargs)
+
+    def several(self, count: int, op: Any, *args: Any, **kwargs: Any) -> list[Ref]:
         slots = [self.step.context.new_slot() for _ in range(count)]
-        self.emit(op, *args, outputs=slots, **kwargs)
+        dropped = [None] * (len(op._schema.returns) - count)
+        self.emit(op, *args, outputs=[*slots, *dropped], **kwargs)
         return list(map(Ref, slots))
+
+    def zeros(self, shape: list[int], dtype: torch.dtype) -> Ref:
+        device = self.step.context.mesh.torch_device()
+        return self.emit(aten.full.default, shape, 0, dtype=dtype, device=device)
+
+    def sizes(self, value: Callable[[Sizes], Any]) -> Any:
+        def here(index: int) -> Any:
+            found = self.step.blocks[index] or _NOTHING
+            batch, heads, *_ = self.step.spec.local_shapes[index]
+            return value(Sizes(batch, heads, found.queries[1], found.keys[1]))
+
+        return self.table(here)
 
     def table(self, value: Callable[[int], Any]) -> Any:
         """The value of each of the devices, by its number in the whole mesh."""
@@ -344,14 +360,17 @@ def _attend(here: _Here, kind: str, out: Ref | None, logsumexp: Ref | None) -> N
     rows = here.rows(context.argument("query"), whole)
     keys, values = (here.keys(context.argument(n)) for n in ("key", "value"))
     mask = here.mask(kind)
-    options = {"attn_mask": mask, "scale": context.argument("scale")}
+    kernel, scale = here.step.kernel, context.argument("scale")
+    fitted = None if mask is None else kernel.fitted(here, mask)
     is_causal = kind.startswith("causal")
-    new, sums = here.emit_several(2, _forward, rows, keys, values, 0.0, is_causal, **options)
+    new, sums = kernel.forward(here, (rows, keys, values), fitted, is_causal, scale)
     new = here.cast(new, context.output_spec(0).dtype)
     if mask is not None:
         largest = here.emit(aten.amax.default, mask, [-1])
         unseeing = here.emit(aten.eq.Scalar, largest, -math.inf)
         sums = here.emit(aten.masked_fill.Scalar, sums, unseeing, -math.inf)
+        unseeing = here.emit(aten.unsqueeze.default, unseeing, -1)
+        new = here.emit(aten.masked_fill.Scalar, new, unseeing, 0.0)
     if out is None or logsumexp is None:
         if not whole:
             new = here.among(0.0, new, lambda b: b.queries, here.num_rows)
@@ -384,9 +403,11 @@ def _attend_backward(here: _Here, kind: str, sums: list[Ref | None]) -> None:
         here.rows(context.argument(n), whole) for n in ("grad", "query", "out", "logsumexp")
     )
     keys, values = (here.keys(context.argument(n)) for n in ("key", "value"))
-    options = {"attn_mask": here.mask(kind), "scale": context.argument("scale")}
-    operands = (grad, rows, keys, values, out, logsumexp, 0.0, kind.startswith("causal"))
-    made = here.emit_several(3, _backward, *operands, **options)
+    kernel, scale = here.step.kernel, context.argument("scale")
+    mask = here.mask(kind)
+    fitted = None if mask is None else kernel.fitted(here, mask)
+    operands = (grad, rows, keys, values, out, logsumexp)
+    made = kernel.backward(here, operands, fitted, kind.startswith("causal"), scale)
     num_keys = [s[2] for s in context.spec(context.argument("key")).local_shapes]
     for number, (new, given) in enumerate(zip(made, sums, strict=True)):
         wide = here.cast(new, context.output_spec(number).dtype)

@@ -19,13 +19,15 @@ Sources: DeepSpeed-Ulysses (arXiv:2309.14509), Ring Attention (arXiv:2310.01889)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..attention_kernels import KERNELS, Kernel, Sizes
 from ..custom_ops import attend_block, attend_block_backward
 from ..placement import Placement, Replicate, Shard
 from ..redistribution import Movement, Segment
@@ -71,36 +73,37 @@ def _is_named_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any) -> 
     return grad.placements == query.placements and _is_named(query, key, value)
 
 
-@form(aten._scaled_dot_product_flash_attention_for_cpu.default, asked=_is_named)
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Any = None,
-    scale: float | None = None,
-) -> Any:
-    op = aten._scaled_dot_product_flash_attention_for_cpu.default
-    options = {"attn_mask": attn_mask, "scale": scale}
+def _attention(kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
+    """The form of a kernel."""
+    given = _named(kernel.forward_op, args, kwargs)
+    if given["dropout_p"]:
+        return NotImplemented
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    is_causal, scale, mask = given["is_causal"], given["scale"], _mask_of(given)
     axes = _split_axes(query) | _split_axes(key) | _split_axes(value)
     if not axes:
         query, keys, values = _with_heads_alike(query, key, value)
         if keys.shape == key.shape:
             return NotImplemented
-        return op(query, keys, values, 0.0, is_causal, **options)
+        whole = _Whole.of(query, keys)
+        out, sums = kernel.forward(whole, (query, keys, values), mask, is_causal, scale)
+        return kernel.results(whole, out, sums, given)
     if not _split_axes(query) and (not is_causal or query.shape[2] < _num_pieces(query, axes)):
-        return _over_split_keys(query, key, value, is_causal, attn_mask, scale)
+        if is_causal and not kernel.takes_mask:
+            return NotImplemented
+        out, sums = _over_split_keys(kernel, query, key, value, is_causal, mask, scale)
+        return kernel.results(_Whole.of(query, key), out, sums, given)
     query, key, value = (_with(t, axes, Shard(2)) for t in (query, key, value))
     ulysses = _ulysses_axes(query, key, axes)
     query, key, value = _with_heads_alike(query, key, value, ulysses)
+    whole = _Whole.of(query, key)
     if ulysses:
-        exchanged = (_with(t, ulysses, Shard(1)) for t in (query, key, value))
-        results = op(*exchanged, 0.0, is_causal, **options)
-        return tuple(_with(t, ulysses, Shard(2)) for t in results)
-    ring = _ring_of(query, key, is_causal, scale)
-    mask, keys, values = _four_dims(attn_mask), ring.start(key), ring.start(value)
+        exchanged = tuple(_with(t, ulysses, Shard(1)) for t in (query, key, value))
+        results = kernel.forward(whole, exchanged, mask, is_causal, scale)
+        out, sums = (_with(t, ulysses, Shard(2)) for t in results)
+        return kernel.results(whole, out, sums, given)
+    ring = _ring_of(kernel, query, key, is_causal, scale)
+    mask, keys, values = _narrowest(mask), ring.start(key), ring.start(value)
     query = ring.arranged(query)
     out: Any = None
     sums: Any = None
@@ -110,71 +113,111 @@ def _attention(
             keys, values = ring.passed_on(keys), ring.passed_on(values)
         out, sums = attend_block(query, *now, mask, out, sums, ring.count, step, *ring.options)
     out, sums = ring.restored(out), ring.restored(sums)
-    return _finished(out, sums, query.dtype, mask is not None)
+    out, sums = _finished(out, sums, query.dtype, mask is not None)
+    return kernel.results(whole, out, sums, given)
 
 
-@form(
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    asked=_is_named_backward,
-)
-def _attention_backward(
-    grad: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    logsumexp: Any,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Any = None,
-    scale: float | None = None,
-) -> Any:
-    op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    options = {"attn_mask": attn_mask, "scale": scale}
+def _attention_backward(kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
+    """The form of a kernel's gradients."""
+    given = _named(kernel.backward_op, args, kwargs)
+    if given["dropout_p"] or given.get("grad_input_mask", [False])[-1]:
+        return NotImplemented
+    grad, query, key, value = args[:4]
+    out, kept = given["out"], given["logsumexp"]
+    is_causal, scale, mask = given["is_causal"], given["scale"], _mask_of(given)
     heads = key.shape[1]
     axes = _split_axes(query) | _split_axes(key) | _split_axes(value) | _split_axes(grad)
-    grad, query, key, value, out, logsumexp = (
-        _with(t, axes, Shard(2)) for t in (grad, query, key, value, out, logsumexp)
+    sums = kernel.sums_of(_Whole.of(query, key), kept)
+    grad, query, key, value, out, sums = (
+        _with(t, axes, Shard(2)) for t in (grad, query, key, value, out, sums)
     )
     ulysses = _ulysses_axes(query, key, axes)
     query, keys, values = _with_heads_alike(query, key, value, ulysses)
     if not axes and keys.shape == key.shape:
         return NotImplemented
     if ulysses or not axes:
-        exchanged = (
-            _with(t, ulysses, Shard(1)) for t in (grad, query, keys, values, out, logsumexp)
-        )
-        results = op(*exchanged, 0.0, is_causal, **options)
+        exchanged = (_with(t, ulysses, Shard(1)) for t in (grad, query, keys, values, out, sums))
+        whole = _Whole.of(query, keys)
+        results = kernel.backward(whole, tuple(exchanged), mask, is_causal, scale)
         to_query, *to_keys = (_with(t, ulysses, Shard(2)) for t in results)
-        return to_query, *(_added_up(t, heads) for t in to_keys)
-    ring = _ring_of(query, key, is_causal, scale)
-    mask, keys, values = _four_dims(attn_mask), ring.start(keys), ring.start(values)
-    grad, query, out, logsumexp = map(ring.arranged, (grad, query, out, logsumexp))
+        return kernel.gradients((to_query, *(_added_up(t, heads) for t in to_keys)))
+    ring = _ring_of(kernel, query, key, is_causal, scale)
+    mask, keys, values = _narrowest(mask), ring.start(keys), ring.start(values)
+    grad, query, out, sums = map(ring.arranged, (grad, query, out, sums))
     to_query: Any = None
     to_key = to_value = None
     for step in range(ring.count):
         now = keys, values
         if step + 1 < ring.count:
             keys, values = ring.passed_on(keys), ring.passed_on(values)
-        operands = (grad, query, *now, mask, out, logsumexp, to_query, to_key, to_value)
+        operands = (grad, query, *now, mask, out, sums, to_query, to_key, to_value)
         to_query, *to_keys = attend_block_backward(*operands, ring.count, step, *ring.options)
         # The gradients travel with what they belong to, and at last home.
         to_key, to_value = map(ring.passed_on, to_keys)
     to_keys = (_added_up(ring.end(t), heads) for t in (to_key, to_value))
-    return ring.restored(to_query).to(query.dtype), *(t.to(key.dtype) for t in to_keys)
+    to_query = ring.restored(to_query).to(query.dtype)
+    return kernel.gradients((to_query, *(t.to(key.dtype) for t in to_keys)))
+
+
+for _kernel in KERNELS.values():
+    form(_kernel.forward_op, asked=_is_named)(functools.partial(_attention, _kernel))
+    form(_kernel.backward_op, asked=_is_named_backward)(
+        functools.partial(_attention_backward, _kernel)
+    )
+
+
+def _named(
+    op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call by name, with the defaults of those that it leaves out."""
+    arguments = op._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments}
+    return defaults | dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+
+
+def _mask_of(given: dict[str, Any]) -> Any:
+    return given.get("attn_mask", given.get("attn_bias"))
+
+
+class _Whole(NamedTuple):
+    """Whole tensors, as where a kernel is called."""
+
+    here: Sizes
+
+    @classmethod
+    def of(cls, query: Any, key: Any) -> _Whole:
+        batch, heads, rows, _ = query.shape
+        return cls(Sizes(batch, heads, rows, key.shape[2]))
+
+    def one(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    def several(self, count: int, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)[:count]
+
+    def zeros(self, shape: list[int], dtype: torch.dtype) -> Any:
+        return torch.zeros(shape, dtype=dtype)
+
+    def sizes(self, value: Callable[[Sizes], Any]) -> Any:
+        return value(self.here)
 
 
 def _over_split_keys(
-    query: Any, key: Any, value: Any, is_causal: bool, mask: Any, scale: float | None
+    kernel: Kernel,
+    query: Any,
+    key: Any,
+    value: Any,
+    is_causal: bool,
+    mask: Any,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Every device attends with all queries to its own keys; the results are merged."""
     axes = _split_axes(key) | _split_axes(value)
     query, key, value = _with_heads_alike(query, *(_with(t, axes, Shard(2)) for t in (key, value)))
-    axes, mask, rows = _split_axes(key), _four_dims(mask), query.shape[2]  # heads may take an axis
+    axes, mask, rows = _split_axes(key), _narrowest(mask), query.shape[2]  # heads may take an axis
     keys = _pieces(key, axes)
     queries = (((0, rows),),) * len(keys)
-    ring = _Ring(frozenset(axes), queries, keys, False, key.shape[2], is_causal, scale)
+    ring = _Ring(kernel, frozenset(axes), queries, keys, False, key.shape[2], is_causal, scale)
     if mask is not None and mask.shape[2] > 1:
         mask = _for_each_piece(mask, ring)
     operands = (_for_each_piece(query, ring), key, value, mask, None, None)
@@ -213,6 +256,7 @@ class _Ring:
     """The devices along the axes that split the sequence, each with a piece of it.
 
     Attributes:
+        kernel: What attends to each piece.
         axes: The axes.
         queries: The queries of each device, in the order of the ring.
         keys: The keys of each device.
@@ -222,6 +266,7 @@ class _Ring:
         scale: As the kernel takes it.
     """
 
+    kernel: Kernel
     axes: frozenset[int]
     queries: tuple[Piece, ...]
     keys: tuple[Piece, ...]
@@ -247,7 +292,7 @@ class _Ring:
             [n for piece in pieces for one in piece for n in one]
             for pieces in (self.queries, self.keys)
         ]
-        return self.is_causal, self.scale, *flat
+        return self.kernel.name, self.is_causal, self.scale, *flat
 
     def start(self, x: Any) -> Any:
         """Returns keys or values as the pieces of the devices, the short ones filled up."""
@@ -290,14 +335,14 @@ class _Ring:
         return tuple(found)
 
 
-def _ring_of(query: Any, key: Any, is_causal: bool, scale: float | None) -> _Ring:
+def _ring_of(kernel: Kernel, query: Any, key: Any, is_causal: bool, scale: float | None) -> _Ring:
     axes, size = _split_axes(key), key.shape[2]
     names = key.device_mesh.mesh_dim_names or ()
     is_balanced = any(names[a] == _ZIGZAG for a in axes if names)
     is_balanced = is_balanced and is_causal and query.shape[2] == size
     pieces = _balanced(size, _num_pieces(key, axes)) if is_balanced else _pieces(key, axes)
     queries = pieces if is_balanced else _pieces(query, axes)
-    return _Ring(frozenset(axes), queries, pieces, is_balanced, size, is_causal, scale)
+    return _Ring(kernel, frozenset(axes), queries, pieces, is_balanced, size, is_causal, scale)
 
 
 def _pieces(x: Any, axes: set[int]) -> tuple[Piece, ...]:
@@ -320,8 +365,14 @@ def _balanced(size: int, count: int) -> tuple[Piece, ...]:
     return tuple((part(i), part(2 * count - 1 - i)) for i in range(count))
 
 
-def _four_dims(mask: Any) -> Any:
-    return None if mask is None else mask.view(*(1,) * (4 - mask.ndim), *mask.shape)
+def _narrowest(mask: Any) -> Any:
+    """Returns a mask in four dims, of which those that it has been expanded to have size one."""
+    if mask is None:
+        return None
+    for dim, (size, stride) in enumerate(zip(mask.shape, mask._spec.stride, strict=True)):
+        if size > 1 and stride == 0:
+            mask = mask.narrow(dim, 0, 1)
+    return mask.view(*(1,) * (4 - mask.ndim), *mask.shape)
 
 
 # -- heads -------------------------------------------------------------------------------------

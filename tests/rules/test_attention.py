@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_standins import KERNELS, on_the_cpu
 from layouts import PAIR, SQUARE, TRIPLE, R, S, case, spread, sweep, values
 
 import dtorch
+from dtorch import gradients
 
 Q = (2, 4, 3, 8)
 KV = (2, 4, 5, 8)
@@ -73,82 +75,12 @@ def test_batch_and_heads_do_not_communicate(heads):
 
 # -- kernels of accelerators, on the CPU -----------------------------------------------------------
 
-aten = torch.ops.aten
-_forward = aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-
-def _heads_first(sums, query):
-    return sums if sums.shape == query.shape[:3] else sums.transpose(1, 2).contiguous()
-
-
-def _as_on_cpu(sums):
-    """The log-sum-exp as the CPU's kernel of this version of PyTorch takes it."""
-    made = torch.zeros(1, 2, 3, 8)
-    return sums if _forward(made, made, made)[1].shape == (1, 2, 3) else sums.transpose(1, 2)
-
-
-def _flash(q, k, v, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
-    out, sums = _forward(q, k, v, dropout_p, is_causal, scale=scale)
-    drawn = (torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64))
-    return out, _heads_first(sums, q), None, None, q.shape[2], k.shape[2], *drawn, q.new_empty(0)
-
-
-def _flash_backward(g, q, k, v, out, sums, *rest, scale=None):
-    cum_q, cum_k, max_q, max_k, dropout, causal, *_ = rest
-    assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[2], k.shape[2])
-    return _backward(g, q, k, v, out, _as_on_cpu(sums), dropout, causal, scale=scale)
-
-
-def _efficient(q, k, v, bias, compute_sums, dropout_p=0.0, is_causal=False, *, scale=None):
-    out, sums = _forward(q, k, v, dropout_p, is_causal, attn_mask=bias, scale=scale)
-    sums = _heads_first(sums, q)
-    padded = F.pad(sums, (0, -sums.shape[-1] % 32)) if compute_sums else sums[..., :0].contiguous()
-    return out, padded, *(torch.zeros((), dtype=torch.int64) for _ in range(2))
-
-
-def _efficient_backward(g, q, k, v, bias, out, sums, *rest, scale=None):
-    _, _, dropout, (*wanted, wants_bias), *causal = rest
-    assert all(wanted) and not wants_bias
-    sums = _as_on_cpu(sums[..., : q.shape[2]].contiguous())
-    options = {"attn_mask": bias, "scale": scale}
-    return *_backward(g, q, k, v, out, sums, dropout, *causal or (False,), **options), None
-
-
-def _cudnn(q, k, v, bias, compute_sums, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
-    out, sums = _forward(q, k, v, dropout_p, is_causal, attn_mask=bias, scale=scale)
-    drawn = (torch.zeros((), dtype=torch.int64) for _ in range(2))
-    sizes = q.shape[2], k.shape[2]
-    return out, _heads_first(sums, q)[..., None], None, None, *sizes, *drawn, None
-
-
-def _cudnn_backward(g, q, k, v, out, sums, seed, offset, bias, *rest, scale=None):
-    cum_q, cum_k, max_q, max_k, dropout, causal = rest
-    assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[2], k.shape[2])
-    sums, options = _as_on_cpu(sums[..., 0]), {"attn_mask": bias, "scale": scale}
-    return _backward(g, q, k, v, out, sums, dropout, causal, **options)
-
-
-_KERNELS = {
-    "flash": (_flash, _flash_backward),
-    "efficient": (_efficient, _efficient_backward),
-    "cudnn": (_cudnn, _cudnn_backward),
-}
-
-
-@pytest.fixture(params=_KERNELS)
+@pytest.fixture(params=KERNELS)
 def kernel(request):
-    """An attention of an accelerator, with kernels on the CPU; flash takes no mask."""
-    forward, backward = _KERNELS[request.param]
-    name = f"_scaled_dot_product_{request.param}_attention"
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl(name, forward, "CPU")
-        library.impl(f"{name}_backward", backward, "CPU")
-        op = getattr(aten, name).default
-        if request.param == "flash":
-            yield lambda q, k, v, mask=None: op(q, k, v)[0]
-        else:
-            yield lambda q, k, v, mask=None: op(q, k, v, mask, True)[0]
+    """An attention of an accelerator, with a kernel on the CPU; flash takes no mask."""
+    with on_the_cpu(request.param) as attention:
+        yield attention
         dtorch.synchronize()
 
 
@@ -180,3 +112,42 @@ def test_kernels_of_accelerators_are_split_over_batch_and_heads(
     for mine, theirs in zip(ours, whole, strict=True):
         assert mine.grad.placements == placements
         torch.testing.assert_close(mine.grad.to_torch(), theirs.grad)
+
+
+@pytest.mark.parametrize("placement", [R, S(0), S(1), S(2)])
+@pytest.mark.parametrize("is_jitted", [False, True])
+@pytest.mark.parametrize("kind", ["none", "bool", "float", "causal", "grouped"])
+def test_dropout_is_drawn_apart_where_a_kernel_would_draw_it(
+    placement, is_jitted, kind, monkeypatch
+):
+    """On the CPU PyTorch draws it apart, too: the values are equal."""
+    asked = []
+    monkeypatch.setattr(gradients, "_has_fused_dropout", lambda q: asked.append(q) or True)
+    mesh = dtorch.init_device_mesh("cpu", (2,))
+    shapes = [(4, 4, 6, 8), *[(4, 2 if kind == "grouped" else 4, 6, 8)] * 2]
+    whole = [torch.randn(s, requires_grad=True) for s in shapes]
+    mask = {"bool": torch.rand(6, 6) > 0.3, "float": torch.randn(4, 1, 6, 6)}.get(kind)
+    options = {"dropout_p": 0.4, "is_causal": kind == "causal", "enable_gqa": kind == "grouped"}
+
+    def attention(q, k, v, mask=None):
+        return F.scaled_dot_product_attention(q, k, value=v, attn_mask=mask, **options)
+
+    def loss(*tensors):
+        return attention(*tensors).square().sum()
+
+    def draw(call, *tensors):
+        torch.manual_seed(3)
+        return call(*tensors)
+
+    ours = [dtorch.tensor(t.detach(), device_mesh=mesh, placements=[placement]) for t in whole]
+    masks = [] if mask is None else [dtorch.tensor(mask, device_mesh=mesh, placements=[R])]
+    wrap = dtorch.jit if is_jitted else lambda f: f
+    found = draw(wrap(attention), *ours, *masks)
+    torch.testing.assert_close(found.to_torch(), draw(attention, *whole, mask).detach())
+    gradients_of = wrap(dtorch.grad(loss, argnums=(0, 1, 2)))
+    draw(loss, *whole, mask).backward()
+    for grad, theirs in zip(draw(gradients_of, *ours, *masks), whole, strict=True):
+        torch.testing.assert_close(grad.to_torch(), theirs.grad)
+    asked.clear()
+    attention(*(t.requires_grad_() for t in ours), *masks)
+    assert asked
