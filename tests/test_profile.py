@@ -298,7 +298,7 @@ def test_stages_overlap():
     ]
 
     def chain(x):
-        for _ in range(20):
+        for _ in range(60):
             x = x @ x * 0.01
         return x
 

@@ -73,6 +73,53 @@ def test_attention_is_pytorch_s_kernel_for_its_batches(size: int, dtype: torch.d
         )
 
 
+@pytest.mark.parametrize("axis", ["ring_cp", "zigzag_cp", "ulysses_cp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "causal", "mask"])
+@pytest.mark.parametrize("length", [512, 203])
+def test_attention_over_a_split_sequence(
+    axis: str, dtype: torch.dtype, kind: str, length: int
+) -> None:
+    whole = [torch.randn(2, 8, length, 64, device="cuda", dtype=dtype) for _ in range(3)]
+    mask = torch.rand(length, length, device="cuda") > 0.4 if kind == "mask" else None
+    mesh = dtorch.init_device_mesh("cuda", (4,), mesh_dim_names=(axis,))
+
+    def attend(*tensors: Any) -> Any:
+        q, k, v, *masks = tensors
+        options: dict[str, Any] = {"attn_mask": masks[0] if masks else None}
+        options |= {"is_causal": kind == "causal"}
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    ours = [dtorch.tensor(t, device_mesh=mesh, placements=[Shard(2)]) for t in whole]
+    masks = [] if mask is None else [dtorch.tensor(mask, device_mesh=mesh)]
+    wide = [t.double().requires_grad_() for t in whole]
+    expected = attend(*wide, *([] if mask is None else [mask]))
+    expected.square().mean().backward()
+    found = dtorch.jit(attend)(*ours, *masks)
+    assert found.placements == [Shard(2)]
+    torch.testing.assert_close(found.to_torch().double(), expected, rtol=2e-2, atol=1e-2)
+    given = [t.detach().requires_grad_() for t in ours]
+    attend(*given, *masks).float().square().mean().backward()
+    for mine, theirs in zip(given, wide, strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        largest = theirs.grad.abs().max().item()
+        torch.testing.assert_close(
+            mine.grad.to_torch().double(), theirs.grad, rtol=5e-2, atol=2e-2 * largest
+        )
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_attention_drops_alike_in_every_layout(size: int) -> None:
+    whole = [torch.randn(3, 2, 32, 16, device="cuda") for _ in range(3)]
+    found = []
+    for placement in (Replicate(), Shard(0)):
+        ours = [dtorch.tensor(t, device_mesh=mesh_of(size), placements=[placement]) for t in whole]
+        torch.manual_seed(5)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        found.append(attend(*ours, dropout_p=0.5).to_torch())
+    torch.testing.assert_close(*found)
+
+
 def test_a_long_chain_over_devices_in_any_order_of_streams() -> None:
     mesh = mesh_of(2, 2)
     x = torch.randn(512, 512, device="cuda")
