@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from . import aliases, generator
+from .accelerator_results import opaque_values
 from .aliases import AliasGroup, Path
 from .arguments import Arguments
 from .errors import DTorchError, MutationError
@@ -126,9 +127,9 @@ class Compiled:
                     generator.advance(owner, values[output])
         if self.untried:
             _raise_if_refused(values)
-            ragged = ragged_values(self.program)
+            unknown = ragged_values(self.program) | opaque_values(self.program)
             for number, tensor in zip(self.program.outputs, values, strict=True):
-                if number not in ragged:
+                if number not in unknown:
                     _check_as_inferred(tensor)
             self.untried.clear()
         for output, leaf in self.reduced:
@@ -269,7 +270,7 @@ def submit_program(
 def may_be_refused(program: Program) -> bool:
     """Whether an operation takes other dtypes than float32 or float64, or is for integers."""
     for instruction in program.instructions:
-        if isinstance(instruction, Apply) and instruction.op not in (local_call, local_ready):
+        if isinstance(instruction, Apply) and instruction.op not in _TAKE_ALL:
             operands = [r.id for r in refs((instruction.args, instruction.kwargs))]
             dtypes = {program.specs[v].dtype for v in operands or instruction.results()}
             settings = (*instruction.args, *dict(instruction.kwargs).values())
@@ -280,6 +281,7 @@ def may_be_refused(program: Program) -> bool:
     return False
 
 
+_TAKE_ALL = (torch.ops.aten.clone.default, local_call, local_ready)
 _FOR_INTEGERS = ("bitwise", "shift", "__and__", "__or__", "__xor__", "gcd", "lcm")
 
 

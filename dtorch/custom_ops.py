@@ -7,6 +7,10 @@ apart; every device flattens its own shard.
 `mkldnn_rnn_layer` is PyTorch's LSTM layer, whose kernel keeps what its backward reads only where
 gradients are recorded, which workers never do.
 
+`cudnn_batch_norm` and `cudnn_rnn` are kernels of cuDNN's without what they do to their arguments:
+the one returns the running statistics instead of changing them, the other puts the weights into
+the one piece of memory where cuDNN reads them, which PyTorch does to modules beforehand.
+
 PyTorch checks what it has factored by an operation without results. `checked` gives what it has
 checked, so that a failure is one of the values that are computed with it.
 
@@ -50,6 +54,53 @@ _library.impl("mkldnn_rnn_layer", _mkldnn_rnn_layer, "CompositeImplicitAutograd"
 
 mkldnn_rnn_layer = torch.ops.dtorch.mkldnn_rnn_layer.default
 """The aten operation of that name, with its workspace."""
+
+
+_library.define(
+    "cudnn_batch_norm(Tensor input, Tensor weight, Tensor? bias, Tensor? running_mean, "
+    "Tensor? running_var, float exponential_average_factor, float epsilon) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def _cudnn_batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    var: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    mean, var = (None if t is None else t.clone() for t in (mean, var))
+    results = torch.ops.aten.cudnn_batch_norm(x, weight, bias, mean, var, True, momentum, eps)
+    return *results, *(weight.new_empty(0) if t is None else t for t in (mean, var))
+
+
+_library.impl("cudnn_batch_norm", _cudnn_batch_norm, "CompositeExplicitAutograd")
+
+cudnn_batch_norm = torch.ops.dtorch.cudnn_batch_norm.default
+"""The aten operation of that name in training, and after its results the running statistics."""
+
+
+_library.define(str(torch.ops.aten._cudnn_rnn.default._schema).removeprefix("aten::_"))
+
+
+def _cudnn_rnn(
+    x: torch.Tensor, weight: list[torch.Tensor], stride: int, buffer: Any, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    # What is flattened becomes a view of the buffer: not the tensors that others hold.
+    weight = [torch.ops.aten.set_(w.new_empty(0), w) for w in weight]
+    _, _, mode, hidden_size, proj_size, num_layers, batch_first, _, _, bidirectional, *_ = rest
+    sizes = x.shape[-1], mode, hidden_size, proj_size, num_layers, batch_first, bidirectional
+    buffer = torch.ops.aten._cudnn_rnn_flatten_weight(weight, stride, *sizes)
+    return torch.ops.aten._cudnn_rnn(x, weight, stride, buffer, *rest)
+
+
+_library.impl("cudnn_rnn", _cudnn_rnn, "CompositeImplicitAutograd")
+
+cudnn_rnn = torch.ops.dtorch.cudnn_rnn.default
+"""``aten._cudnn_rnn`` of weights that lie anywhere."""
 
 
 _library.define("checked(Tensor[] values, Tensor info, str name, bool is_matrix) -> Tensor[]")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import functionalization
+from .custom_ops import cudnn_batch_norm
 from .errors import MutationError
 from .program import Apply
 from .scalars import concrete
@@ -91,6 +92,23 @@ def _batch_norm(tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str
     return tracer.dispatch(legit, (*operands, mean, variance, training, momentum, eps), {})
 
 
+def _cudnn_batch_norm(
+    tracer: Tracer, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """As `_batch_norm`."""
+    *operands, mean, variance, training, momentum, eps = args
+    if not training:
+        return tracer.record(op, args, kwargs)
+    running = () if mean is None else (mean, variance)
+    _refuse_shared(tracer, operands, running)
+    *results, new_mean, new_variance = tracer.values(
+        cudnn_batch_norm, (*operands, mean, variance, momentum, eps), {}
+    )
+    for tensor, value in zip(running, (new_mean, new_variance), strict=False):
+        tracer.write(tracer.lift(tensor), value)
+    return tuple(tracer.wrap(value) for value in results)
+
+
 def _refuse_shared(tracer: Tracer, read: Sequence[Any], written: Sequence[Any]) -> None:
     """Refuses running statistics that are also read: a kernel may use them before or after."""
     held = [tracer.lift(t)._storage for t in (*written, *read) if t is not None]
@@ -129,6 +147,7 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     aten._fused_sdp_choice.default: _choose_attention,
     aten._has_compatible_shallow_copy_type.default: _yes,
     aten.native_batch_norm.default: _batch_norm,
+    aten.cudnn_batch_norm.default: _cudnn_batch_norm,
     aten._linalg_check_errors.default: _check_errors,
     aten._sparse_coo_tensor_with_dims_and_tensors.default: _refuse_sparse,
 }

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .accelerator_results import ON_ACCELERATORS
 from .cpu_results import (
     CONTIGUOUS_LIKE_ARGUMENT,
     LIKE_ARGUMENT,
@@ -196,6 +197,8 @@ def _asked_of_meta_kernel(asked: Question, args: list[Any], kwargs: dict[str, An
         kwargs["generator"] = None
     args = as_meta_kernel_takes(op, _to_meta(args))
     try:
+        if op in ON_ACCELERATORS:
+            return _map_results(ON_ACCELERATORS[op](*args, **kwargs))
         if op in LIKE_ARGUMENT:
             return _map_results(torch.empty_like(args[LIKE_ARGUMENT[op]]))
         if op in CONTIGUOUS_LIKE_ARGUMENT:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .accelerator_results import opaque_values
 from .expert_ops import is_ragged, ragged_values
 from .infer import answer, question
 from .lowering import LocalCall, LocalProgram, LocalStep, PerDevice
@@ -23,17 +24,17 @@ class LocalSpecs(dict[int, tuple[Spec, ...]]):
     """For each slot, what each device of its mesh holds; nothing where that is not known."""
 
     def __init__(self, local: LocalProgram, program: Program) -> None:
-        ragged = ragged_values(program)
+        unknown = ragged_values(program) | opaque_values(program)
         super().__init__(
-            (slot, _shards(program.specs[slot])) for slot, _ in local.inputs if slot not in ragged
+            (slot, _shards(program.specs[slot])) for slot, _ in local.inputs if slot not in unknown
         )
         for instruction in local.instructions:
             if isinstance(instruction, LocalStep):
-                if instruction.output not in ragged:
+                if instruction.output not in unknown:
                     self[instruction.output] = _shards(instruction.step.target)
             elif isinstance(instruction, LocalCall):
                 self._add(instruction, program)
-        for slot in ragged:
+        for slot in unknown:
             self.pop(slot, None)
 
     def _add(self, call: LocalCall, program: Program) -> None:

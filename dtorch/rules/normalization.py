@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from ..custom_ops import cudnn_batch_norm
 from ..lowering import LocalContext
-from .sharding import Dims, OpCall, Sharding, assign, dim_names, rule
+from ..spec import Spec
+from .sharding import Dims, OpCall, Sharding, assign, dim_names, rule, split_axes
 
 aten = torch.ops.aten
 
@@ -66,9 +68,14 @@ def layer_norm_backward(call: OpCall) -> Sharding:
     aten._native_batch_norm_legit,
     aten._native_batch_norm_legit_functional,
     aten._batch_norm_with_update_functional,
+    aten.cudnn_batch_norm,
+    cudnn_batch_norm,
 )
 def batch_norm(call: OpCall) -> Sharding:
-    """``n c s, c, c, c, c -> n c s, c, c``: in training, n and s must be whole."""
+    """``n c s, c, c, c, c -> n c s, c, c``: in training, n and s must be whole.
+
+    In evaluation nothing is saved for the backward, so there is nothing to split.
+    """
     names = dim_names(call["input"].shape)
     channels = names[1:2]
     training = call.arguments.get("training", True)
@@ -77,29 +84,53 @@ def batch_norm(call: OpCall) -> Sharding:
     return assign(
         call,
         {"input": names, **dict.fromkeys(statistics, channels)},
-        (names, *(channels for _ in call.results[1:])),
+        (names, *(channels if m.shape[0] else (None,) for m in call.results[1:])),
         whole=whole,
         filled=frozenset(n for n in names if n),
     )
 
 
-@rule(aten.native_batch_norm_backward)
+@rule(aten.native_batch_norm_backward, aten.cudnn_batch_norm_backward)
 def batch_norm_backward(call: OpCall) -> Sharding:
-    """The gradients of batch normalisation, its channels apart; in evaluation also n and s."""
+    """The gradients of batch normalisation, its channels apart; in evaluation also n and s.
+
+    What cuDNN has reserved for its backward stays where it is, and with it the channels. Where
+    the forward was no kernel of its own there is nothing, and PyTorch's own kernel goes without.
+    """
     names = dim_names(call["input"].shape)
     channels = names[1:2]
     others = frozenset(n for d, n in enumerate(names) if n and d != 1)
-    vectors = ("weight", "running_mean", "running_var", "save_mean", "save_invstd")
-    mask = call["output_mask"]
+    vectors = ("weight", "running_mean", "running_var", "save_mean", "save_invstd", "save_var")
+    mask = call.arguments.get("output_mask", (True, True, True))
     kept = [d for d, w in zip((names, channels, channels), mask, strict=True) if w]
+    training = call.arguments.get("train", True)
+    inputs: dict[str, Dims] = dict.fromkeys(("grad_out", "grad_output", "input"), names)
+    inputs |= dict.fromkeys(vectors, channels)
+    options: dict[str, Any] = {}
+    if "reserveSpace" in call.arguments:
+        options = _with_reserve(call["reserveSpace"], channels, inputs)
     return assign(
         call,
-        {"grad_out": names, "input": names, **dict.fromkeys(vectors, channels)},
+        inputs,
         kept,
-        reduce={} if call["train"] else dict.fromkeys(others, "sum"),
-        whole=others if call["train"] else frozenset(),
+        reduce={} if training else dict.fromkeys(others, "sum"),
+        whole=others if training else frozenset(),
         filled=frozenset(n for n in names if n),
+        **options,
     )
+
+
+def _with_reserve(reserve: Spec, channels: Dims, inputs: dict[str, Dims]) -> dict[str, Any]:
+    if not reserve.shape[0]:
+        return {"localize": _without_reserve}
+    inputs["reserveSpace"] = channels
+    return {"fixed": dict.fromkeys((c for c in channels if c), split_axes(reserve))}
+
+
+def _without_reserve(context: LocalContext) -> None:
+    x, grad, weight, mean, var, save_mean, save_invstd, eps, _ = context.args
+    operands = grad, x, weight, mean, var, save_mean, save_invstd, True, eps, [True] * 3
+    context.emit(aten.native_batch_norm_backward.default, *operands, outputs=context.outputs)
 
 
 @rule(aten.native_group_norm)

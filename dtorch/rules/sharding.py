@@ -338,6 +338,12 @@ def moved(call: OpCall, names: Dims, movement: Movement, **options: Any) -> Shar
     return Sharding((names,), (names,), movement=movement, **options)
 
 
+def split_axes(spec: Spec) -> frozenset[int]:
+    """Returns the mesh axes over which a tensor is split."""
+    axes = enumerate(zip(spec.mesh.shape, spec.placements, strict=True))
+    return frozenset(axis for axis, (n, p) in axes if n > 1 and p.is_shard())
+
+
 def sizes_by_name(sharding: Sharding, call: OpCall) -> dict[str, list[int]]:
     """Returns the sizes of all dims that carry a name."""
     sizes: dict[str, list[int]] = {}

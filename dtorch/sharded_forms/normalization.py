@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..custom_ops import cudnn_batch_norm
 from .reduction import variance_and_mean
-from .registry import FLOATING, count_of, first, form, wide, with_parameters
+from .registry import FLOATING, HALF, count_of, first, form, wide, with_parameters
 
 aten = torch.ops.aten
 
@@ -169,6 +170,26 @@ def _native_batch_norm(
     return _batch_norm_without_statistics(x, weight, bias, training, momentum, eps)
 
 
+def _as_cudnn_takes(given: Sequence[torch.dtype]) -> bool:
+    """Floating tensors of one dtype, or a first one of half precision with float32 ones."""
+    rest = torch.float32 if given[0] in HALF else given[0]
+    return given[0] in FLOATING and set(given[1:]) <= {rest}
+
+
+@form(cudnn_batch_norm, takes=_as_cudnn_takes)
+def _cudnn_batch_norm(
+    x: Tensor, weight: Tensor, bias: Any, mean: Any, var: Any, momentum: float, eps: float
+) -> Any:
+    """What the kernel reserves for its backward is no bytes here."""
+    if mean is None:
+        saved = _batch_norm_without_statistics(x, weight, bias, True, momentum, eps)
+        running = (weight.new_empty(0), weight.new_empty(0))
+    else:
+        normed = _batch_norm_with_statistics(x, weight, bias, mean, var, True, momentum, eps)
+        saved, running = normed[:3], normed[3:]
+    return *saved, x.new_empty(0, dtype=torch.uint8), *running
+
+
 @form(aten.native_batch_norm_backward.default, takes=first(FLOATING))
 def _batch_norm_backward(
     grad: Tensor,
@@ -194,6 +215,22 @@ def _batch_norm_backward(
         lambda: grad.sum(dims),
     )
     return tuple(make() if wanted else None for make, wanted in zip(grads, mask, strict=True))
+
+
+@form(aten.cudnn_batch_norm_backward.default, takes=first(FLOATING))
+def _cudnn_batch_norm_backward(
+    x: Tensor,
+    grad: Tensor,
+    weight: Tensor,
+    running_mean: Any,
+    running_var: Any,
+    mean: Tensor,
+    scale: Tensor,
+    eps: float,
+    reserve: Tensor,
+) -> Any:
+    operands = grad, x, weight, running_mean, running_var, mean, scale
+    return _batch_norm_backward(*operands, True, eps, (True, True, True))
 
 
 @form(aten.native_group_norm.default, takes=with_parameters)
