@@ -1,9 +1,9 @@
 """What kernels of accelerators return where PyTorch's meta kernels do not say, as meta tensors.
 
-Some have no meta kernel. Others of cuDNN's return bytes that only their backward reads and whose
-number only cuDNN knows, and meta kernels say that there are none. Here they are as many as the
-channels or the samples of a batch: then their layout says with what they go, and the backward is
-run on the devices where they are.
+Some have no meta kernel, or one that refuses what the kernel takes. Others of cuDNN's return bytes
+that only their backward reads and whose number only cuDNN knows, and meta kernels say that there
+are none. Here they are as many as the channels or the samples of a batch: then their layout says
+with what they go, and the backward is run on the devices where they are.
 """
 
 from __future__ import annotations
@@ -89,14 +89,23 @@ def _rnn_backward(*args: Any) -> _Results:
     return grad, hx.new_empty(hx.shape), None if cx is None else cx.new_empty(cx.shape), of_weight
 
 
-def _gru_cell(of_input: Tensor, of_hidden: Tensor, hx: Tensor, *biases: Tensor | None) -> _Results:
-    batch, size = hx.shape
-    if not of_input.shape == of_hidden.shape == (batch, 3 * size):
+def _lstm_cell(of_input: Tensor, of_hidden: Tensor, cx: Tensor, *biases: Any) -> _Results:
+    """PyTorch's asks for biases."""
+    _check_gates(of_input, of_hidden, cx, 4)
+    return cx.new_empty(cx.shape), cx.new_empty(cx.shape), of_input.new_empty(of_input.shape)
+
+
+def _gru_cell(of_input: Tensor, of_hidden: Tensor, hx: Tensor, *biases: Any) -> _Results:
+    _check_gates(of_input, of_hidden, hx, 3)
+    return hx.new_empty(hx.shape), hx.new_empty(hx.shape[0], 5 * hx.shape[1])
+
+
+def _check_gates(of_input: Tensor, of_hidden: Tensor, state: Tensor, count: int) -> None:
+    if not of_input.shape == of_hidden.shape == (state.shape[0], count * state.shape[1]):
         raise RuntimeError(
             f"gates of shapes {list(of_input.shape)} and {list(of_hidden.shape)} do not fit a "
-            f"state of shape {list(hx.shape)}"
+            f"state of shape {list(state.shape)}"
         )
-    return hx.new_empty(hx.shape), hx.new_empty(batch, 5 * size)
 
 
 def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> _Results:
@@ -112,6 +121,7 @@ ON_ACCELERATORS: dict[torch._ops.OpOverload, Callable[..., _Results]] = {
     aten.cudnn_batch_norm_backward.default: _batch_norm_backward,
     aten._cudnn_rnn.default: _rnn,
     aten._cudnn_rnn_backward.default: _rnn_backward,
+    aten._thnn_fused_lstm_cell.default: _lstm_cell,
     aten._thnn_fused_gru_cell.default: _gru_cell,
     aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
 }

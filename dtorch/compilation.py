@@ -21,6 +21,7 @@ import numpy
 import torch
 
 from . import inductor
+from .accelerator_results import ON_ACCELERATORS
 from .custom_ops import fold_mm
 from .expert_ops import ragged_values
 from .inductor import Operation, Stretch
@@ -106,6 +107,7 @@ def _fits(instruction: LocalInstruction, specs: LocalSpecs) -> TypeGuard[LocalCa
     return (
         (op.namespace == "aten" or op is fold_mm)
         and not op._schema.is_mutable
+        and op not in ON_ACCELERATORS  # whose meta kernels Inductor would ask
         and (_UNFIT.isdisjoint(op.tags) or op is _ATTENTION)
         and all(slot in specs and _is_plain(specs[slot]) for slot in touched)
         and all(len(specs[slot]) == len(instruction.mesh.devices) for slot in touched)

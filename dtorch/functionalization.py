@@ -398,14 +398,17 @@ _INVERSES: dict[Any, _Inverse] = {
 
 
 def draws(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns whether a call draws random numbers: it is seeded and its dropout is not zero."""
+    """Returns whether a call draws random numbers: it is seeded and its dropout is not zero.
+
+    Recurrent layers drop out in training only.
+    """
     if not is_seeded(op):
         return False
     names = argument_names(op)
-    if "dropout_p" not in names:
-        return True
-    place = names.index("dropout_p")
-    return (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) != 0
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if "dropout_p" in names:
+        return given.get("dropout_p", 0.0) != 0
+    return "dropout" not in names or (given["dropout"] != 0 and given["train"])
 
 
 @functools.lru_cache(maxsize=4096)

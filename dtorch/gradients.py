@@ -7,19 +7,16 @@ kernels on unflattened tensors; on one device the gradients are bit for bit PyTo
 The gradient of a product of elements divides by them where none is zero, which PyTorch looks at;
 of a subclass it never asks, and takes another way with other roundings. So does the gradient of
 the value that a mask fills in.
-
-PyTorch's kernels of attention on GPUs draw what dropout drops themselves, from a generator that no
-program can give them; there an attention with dropout is one of products and a softmax.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from . import accelerator_functions
 from .custom_ops import fold_mm, masked_sum
 from .expert_ops import expert_mlp, expert_mlp_backward, expert_mlp_forward
 from .placement import complete
@@ -280,31 +277,6 @@ def _tensor_split(x: Any, indices: Any, dim: int = 0) -> Any:
     )
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> torch.Tensor:
-    """With dropout, by products and a softmax, where a kernel would draw what it drops itself."""
-    given = (query, key, value, attn_mask, dropout_p, is_causal)
-    if not dropout_p or not _has_fused_dropout(query):
-        return torch.nn.functional.scaled_dot_product_attention(*given, **options)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
-        attn_mask = zeros.masked_fill(attn_mask.logical_not(), -math.inf)
-    given = (query, key, value, attn_mask, dropout_p, is_causal)
-    return aten._scaled_dot_product_attention_math.default(*given, **options)[0]
-
-
-def _has_fused_dropout(query: torch.Tensor) -> bool:
-    """Whether PyTorch may choose such a kernel: on the CPU it has none."""
-    return query.device.type != "cpu"
-
-
 def in_layout_of(gradient: Any, owner: Any) -> Any:
     """Returns a gradient in the layout of what it belongs to, `Replicate` in place of `Partial`."""
     if not (isinstance(gradient, torch.Tensor) and isinstance(owner, Tensor)):
@@ -332,7 +304,6 @@ SUBSTITUTES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.matmul: _matmul,
     torch.Tensor.__matmul__: _matmul,
     expert_mlp: _expert_mlp,
-    torch.nn.functional.scaled_dot_product_attention: _attention,
     torch.prod: _prod,
     torch.Tensor.prod: _prod,
     torch.masked_fill: _masked_fill,
@@ -340,11 +311,9 @@ SUBSTITUTES: dict[Any, Callable[..., torch.Tensor]] = {
     torch.Tensor.masked_fill_: _masked_fill_,
     torch.tensor_split: _tensor_split,
     torch.Tensor.tensor_split: _tensor_split,
+    **accelerator_functions.SUBSTITUTES,
 }
 """What to call in place of a torch function when an argument requires grad."""
-
-ALWAYS_SUBSTITUTED = {torch.nn.functional.scaled_dot_product_attention}
-"""Those of them that are called in place of a function also where none does."""
 
 DIRECT_SUBSTITUTES: dict[Any, Callable[..., Any]] = {torch.autograd.grad: _gradients}
 """What to call in place of a function that does not compute with its arguments."""

@@ -184,8 +184,13 @@ class LocalContext:
         place = self._names.index(name)
         return self.args[place] if place < len(self.args) else self.kwargs.get(name)
 
-    def emit_with(self, **changes: Any) -> None:
-        """Adds the operation on the shards with other values for some arguments."""
+    def emit_with(self, op: torch._ops.OpOverload | None = None, /, **changes: Any) -> None:
+        """Adds the operation on the shards with other values for some arguments.
+
+        Args:
+            op: Another with the same arguments in its place.
+            changes: The values, by name.
+        """
         args, kwargs = list(self.args), dict(self.kwargs)
         for name, value in changes.items():
             place = self._names.index(name)
@@ -193,7 +198,7 @@ class LocalContext:
                 args[place] = value
             else:
                 kwargs[name] = value
-        self.emit(self.op, *args, outputs=self.outputs, **kwargs)
+        self.emit(op or self.op, *args, outputs=self.outputs, **kwargs)
 
     @property
     def _names(self) -> list[str]:

@@ -17,7 +17,7 @@ from torch.overrides import _pop_mode_temporarily as without_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _pop_mode_temporarily as without_dispatch_mode
 
-from . import gradients
+from . import accelerator_functions, gradients
 from .errors import TraceError
 from .source import user_line
 
@@ -81,7 +81,7 @@ class FunctionMode(TorchFunctionMode):
     def _is_substituted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         given = (*args, *kwargs.values())
         needs_gradients = self._tracer.with_autograd and gradients.requires_grad(given)
-        return needs_gradients or func in gradients.ALWAYS_SUBSTITUTED
+        return needs_gradients or func in accelerator_functions.SUBSTITUTES
 
 
 _DATA_SETTER = torch.Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]

@@ -46,7 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("memory",),
     ("tree",),
     ("sharded_forms",),
-    ("stages",),
+    ("stages", "accelerator_functions"),
     ("gradients", "functionalization", "symbolic", "handlers", "tracing_modes", "tracer"),
     ("generator",),
     ("arguments", "cache", "compiled"),

@@ -9,7 +9,7 @@ from attention_standins import KERNELS, on_the_cpu
 from layouts import PAIR, SQUARE, TRIPLE, R, S, case, spread, sweep, values
 
 import dtorch
-from dtorch import gradients
+from dtorch import accelerator_functions
 
 Q = (2, 4, 3, 8)
 KV = (2, 4, 5, 8)
@@ -122,7 +122,9 @@ def test_dropout_is_drawn_apart_where_a_kernel_would_draw_it(
 ):
     """On the CPU PyTorch draws it apart, too: the values are equal."""
     asked = []
-    monkeypatch.setattr(gradients, "_has_fused_dropout", lambda q: asked.append(q) or True)
+    monkeypatch.setattr(
+        accelerator_functions, "_has_fused_dropout", lambda q: asked.append(q) or True
+    )
     mesh = dtorch.init_device_mesh("cpu", (2,))
     shapes = [(4, 4, 6, 8), *[(4, 2 if kind == "grouped" else 4, 6, 8)] * 2]
     whole = [torch.randn(s, requires_grad=True) for s in shapes]
