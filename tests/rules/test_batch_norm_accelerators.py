@@ -182,6 +182,22 @@ def test_a_backward_by_a_kernel_after_a_forward_by_none_needs_no_reserve(kernels
         assert _close(mine.to_torch(), theirs.grad)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("placement", [R, S(0), S(1)])
+def test_dtypes(kernels: None, dtype: torch.dtype, placement: Any) -> None:
+    x, *vectors = _operands()
+    others = torch.float64 if dtype == torch.float64 else torch.float32
+    theirs = [x.to(dtype), *(t.to(others) for t in (*vectors, *_running()))]
+    ours = _spread(PAIR, [placement], R, theirs)
+    found = _normed(*ours)
+    expected = F.batch_norm(theirs[0], *theirs[3:], *theirs[1:3], True, 0.1, EPS)
+    torch.testing.assert_close(found.to_torch(), expected)
+    for mine, wanted in zip(ours[3:], theirs[3:], strict=True):
+        torch.testing.assert_close(mine.to_torch(), wanted)
+    program = dtorch.jit(lambda *operands: operands[0] + _normed(*operands)).program(*ours)
+    assert program.specs[program.outputs[0]].dtype == dtype
+
+
 def test_shared_statistics_are_refused(kernels: None) -> None:
     x, weight, bias = (dtorch.Tensor(t) for t in _operands())
     with pytest.raises(MutationError, match="under another name"):
