@@ -45,6 +45,9 @@ class Graph:
                     if old is not new:
                         old.copy_(new)
 
+    def drop(self) -> None:
+        """Its memory goes with it."""
+
 
 class _Writer(TorchDispatchMode):
     def __init__(self, calls: list[Any]) -> None:
@@ -68,10 +71,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def graphs_on_cpu() -> Iterator[type[Graph]]:
+def graphs_on_cpu(capture: Callable[[Callable[[], None]], Graph] = Graph) -> Iterator[type[Graph]]:
     """A context in which CPU devices have graphs."""
     before = graph_calls.capture, graph_calls.have_graphs
-    graph_calls.capture, graph_calls.have_graphs = Graph, lambda device_type: True
+    graph_calls.capture, graph_calls.have_graphs = capture, lambda device_type: True
     Graph.made = Graph.replays = 0
     try:
         yield Graph

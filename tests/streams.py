@@ -4,7 +4,8 @@ A `World` stands for devices whose kernels run at any time that streams and even
 stream has a vector clock: how much of every stream has surely run before what it is given next. An
 access is in order if it comes after every write to the same memory, a write after every access;
 memory may be freed if the stream that it was allocated on comes after every access, or the
-allocator has been told of the streams that do not.
+allocator has been told of the streams that do not. A graph is captured on a stream of its own, to
+which its memory belongs; what another thread launches on a stream that is captured is a fault.
 
 The devices have communicators, which part of the collectives that NCCL could carry out use: what
 is launched for a group reads and writes the memory of each device on the lane that it gives.
@@ -13,17 +14,19 @@ is launched for a group reads and writes the memory of each device on the lane t
 """
 
 import contextlib
+import functools
+import itertools
 import random
 import sys
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import optree
 import torch
-from graph_fake import graphs_on_cpu
+from graph_fake import Graph, graphs_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import dtorch
@@ -48,9 +51,13 @@ PLACE = torch.device("cpu")
 
 
 class World:
-    """The streams of all devices, and what they have done with memory."""
+    """The streams of all devices, and what they have done with memory.
 
-    def __init__(self) -> None:
+    Args:
+        pool: How many streams there are for all lanes; None for as many as there are lanes.
+    """
+
+    def __init__(self, pool: int | None = None) -> None:
         self.lock = threading.RLock()
         self.faults: list[str] = []
         self.num_accesses = 0
@@ -61,9 +68,20 @@ class World:
         self.kept: dict[int, set[Stream]] = {}
         self.reads: dict[int, list[tuple[Stream, int, str]]] = {}
         self.writes: dict[int, list[tuple[Stream, int, str]]] = {}
+        self.captures: dict[Stream, int] = {}  # the threads that capture, by stream
+        self._pool = itertools.cycle(range(pool)) if pool else None
+
+    def new_stream(self, device: str, lane: Lane) -> Stream:
+        return (device, int(lane)) if self._pool is None else ("pool", next(self._pool))
 
     def launch(self, stream: Stream, op: Any, read: Iterable[Any], written: Iterable[Any]) -> None:
         with self.lock:
+            if stream in self.captures:
+                if self.captures[stream] != threading.get_ident():
+                    self.faults.append(f"{op} becomes part of what is captured on {stream}")
+                for storage in written:
+                    self._known(storage, stream)
+                return
             clock = self.clocks[stream]
             clock[stream] += 1
             access = (stream, clock[stream], f"{op} on {stream}")
@@ -127,6 +145,7 @@ class Recorded:
     def __init__(self, world: World, device: Device, fault: str, drawn: random.Random) -> None:
         self._world = world
         self._device = str(device)
+        self._streams = [world.new_stream(self._device, lane) for lane in Lane]
         self._fault = fault
         self._drawn = drawn
 
@@ -137,34 +156,35 @@ class Recorded:
         """These devices are none of torch's."""
 
     def stream(self, lane: Lane) -> Stream:
-        return self._device, int(lane)
+        return self._streams[lane]
 
     @contextlib.contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
         if self._is_left_out("lane"):
             lane = Lane(1 - lane)
-        with _Watch(self._world, (self._device, int(lane))):
+        with _Watch(self._world, self._streams[lane]):
             yield
 
     def record(self, lane: Lane) -> Any:
+        stream = self._streams[lane]
         with self._world.lock:
-            clock = Counter(self._world.clocks[self._device, int(lane)])
-        if self._is_left_out("record") and clock[self._device, int(lane)]:
-            clock[self._device, int(lane)] -= 1
+            clock = Counter(self._world.clocks[stream])
+        if self._is_left_out("record") and clock[stream]:
+            clock[stream] -= 1
         return _Event(self._world, clock)
 
     def wait(self, lane: Lane, event: Any) -> None:
         if not self._is_left_out("wait"):
             with self._world.lock:
-                self._world.clocks[self._device, int(lane)] |= event.clock
+                self._world.clocks[self._streams[lane]] |= event.clock
 
     def keep(self, lane: Lane, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             if not self._is_left_out("keep"):
                 with self._world.lock:
                     key = self._world._known(tensor.untyped_storage(), CALLER)
-                    self._world.kept[key].add((self._device, int(lane)))
-                lent.used(tensor, (self._device, int(lane)))
+                    self._world.kept[key].add(self._streams[lane])
+                lent.used(tensor, self._streams[lane])
 
     def push(self, name: str) -> None:
         self._world.ranges.append(f"{self._device} push {name}")
@@ -268,7 +288,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op is graph_calls.run_graph:
-            with _Watch(self._world, self._stream):
+            with _Watch(self._world, _current.stream):
                 return graph_calls._run(*args)
         result = op(*args, **(kwargs or {}))
         given = storages((args, kwargs or {}))
@@ -278,8 +298,42 @@ class _Watch(TorchDispatchMode):
             if argument.is_write:
                 changed += storages(value)
         if made or changed or not _is_view(op):
-            self._world.launch(self._stream, op, given, [*made, *changed])
+            self._world.launch(_current.stream, op, given, [*made, *changed])
         return result
+
+
+class Captured(Graph):
+    """What `captures` makes: a graph that is captured on a stream of its own.
+
+    Args:
+        world: Where it is.
+        fault: "capture", and it is captured on the lane; "drop", and its memory is freed too early.
+        work: What launches it.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, world: World, fault: str, work: Callable[[], None]) -> None:
+        self._world = world
+        self._fault = fault
+        lane = self._replayed_on = _current.stream
+        stream = self._stream = lane if fault == "capture" else ("capture", next(self._numbers))
+        world.captures[stream] = threading.get_ident()
+        _current.stream = stream
+        try:
+            super().__init__(work)
+        finally:
+            _current.stream = lane
+            del world.captures[stream]
+
+    def replay(self) -> None:
+        self._replayed_on = _current.stream
+        super().replay()
+
+    def drop(self) -> None:
+        with self._world.lock:
+            if self._fault != "drop":
+                self._world.clocks[self._stream] |= self._world.clocks[self._replayed_on]
 
 
 def _is_view(op: Any) -> bool:
@@ -299,9 +353,11 @@ COMMUNICATORS = ("is_joined", "is_carried", "launch", "check")
 
 
 @contextlib.contextmanager
-def recorded(fault: str = "", seed: int = 0) -> Iterator[tuple[World, list[int]]]:
+def recorded(
+    fault: str = "", seed: int = 0, pool: int | None = None
+) -> Iterator[tuple[World, list[int]]]:
     """A context with a world, and the ids of eight devices that live in it."""
-    world, drawn, start = World(), random.Random(seed), next(_numbers)
+    world, drawn, start = World(pool), random.Random(seed), next(_numbers)
     real = streams.place_of, streams.lanes_of, shards.handed_over, shards.order_caller
     real_communicators = {name: getattr(communicators, name) for name in COMMUNICATORS}
     ids = list(range(start, start + 8))
@@ -317,7 +373,7 @@ def recorded(fault: str = "", seed: int = 0) -> Iterator[tuple[World, list[int]]
         graph_calls.wait_for = lambda streams, device: None
     try:
         dtorch.synchronize([Device("cpu", i) for i in ids])  # makes the workers
-        with graphs_on_cpu(), _Watch(world, CALLER):
+        with graphs_on_cpu(functools.partial(Captured, world, fault)), _Watch(world, CALLER):
             yield world, ids
         dtorch.synchronize()
     finally:

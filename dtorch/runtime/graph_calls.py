@@ -2,8 +2,8 @@
 
 Takes a `Part`, the local operations of one device with slots of their own, and what is in its first
 slots; gives what they compute. The first calls run the operations one by one, and so let libraries
-make their workspaces; the next is captured on the worker's current stream, and from then on a call
-is one launch. A graph reads and writes the same memory at each replay:
+make what they need; the next is captured, and from then on a call is one launch on the worker's
+current stream. A graph reads and writes the same memory at each replay:
 
 - an input that came in the same memory in every call so far, as a model's weights do, is read where
   it is; another is copied into a buffer of the graph's;
@@ -298,9 +298,10 @@ class _Replayed:
         return _copy_of(tensor)
 
     def drop(self) -> None:
-        """Leaves the memory that is on loan to those who have it."""
+        """Frees the graph, and leaves the memory that is on loan to those who have it."""
         for buffer in self._lent.values():
             lent.withdraw(buffer.view)
+        self._graph.drop()
 
 
 _GONE_MESSAGE = (

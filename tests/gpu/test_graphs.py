@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _virtual_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DTORCH_VIRTUAL_DEVICES", "8")
+    monkeypatch.setenv("DTORCH_VIRTUAL_DEVICES", "24")  # PyTorch has 32 streams, and these 48 lanes
 
 
 def mesh_of(size: int) -> dtorch.DeviceMesh:
@@ -24,7 +24,7 @@ def on_gpu(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda")
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4, 24])
 def test_values(size: int, capfd: pytest.CaptureFixture[str]) -> None:
     def compute(w: Any, x: Any) -> Any:
         h = torch.softmax(torch.nn.functional.gelu(x @ w), -1)
@@ -116,6 +116,29 @@ def test_a_reader_on_another_stream_is_waited_for() -> None:
         cache, _ = jitted(cache)
         stream.synchronize()
         assert value.min().item() == value.max().item() == 2 * number - 1
+
+
+def test_a_graph_that_goes_leaves_the_others_right() -> None:
+    def compute(w: Any, x: Any) -> Any:
+        return torch.tanh(x @ w) @ w.mT
+
+    mesh, w = mesh_of(1), on_gpu(4096, 64).bfloat16()  # products in parts, which are added
+    ours = dtorch.tensor(w, device_mesh=mesh)
+    stays, goes = (dtorch.jit(compute, cuda_graph=True) for _ in range(2))
+    for _ in range(6):
+        x = on_gpu(64, 4096).bfloat16()
+        given, expected = dtorch.tensor(x, device_mesh=mesh), compute(w, x)
+        for jitted in (stays, goes):
+            assert torch.equal(jitted(ours, given).to_torch(), expected)
+    goes.cache_clear()
+    dtorch.synchronize()
+    torch.cuda.empty_cache()
+    others = [torch.zeros(1 << 20, device="cuda") for _ in range(64)]
+    for _ in range(4):
+        x = on_gpu(64, 4096).bfloat16()
+        found = stays(ours, dtorch.tensor(x, device_mesh=mesh)).to_torch()
+        assert torch.equal(found, compute(w, x))
+    assert not any(other.any() for other in others)
 
 
 def test_what_cannot_be_captured_runs(capfd: pytest.CaptureFixture[str]) -> None:

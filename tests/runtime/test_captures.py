@@ -1,6 +1,10 @@
-"""Capturing a CUDA graph leaves the allocator as it was, also where it fails; on a stand-in."""
+"""Capturing a CUDA graph on a stream of its own; the allocator is as before; on a stand-in."""
 
-from collections.abc import Callable
+import contextlib
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +20,14 @@ class Driver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
         self.done: list[Any] = []
+        self.current = "lane"
+        self._made = itertools.count()
         self._fails = fails
         self._is_captured = False
+        monkeypatch.setattr(captures, "_free", defaultdict[int, list[Any]](list))
+        monkeypatch.setattr(captures, "_new_stream", lambda: Stream(self, next(self._made)))
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(self, self.current))
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
@@ -32,6 +42,20 @@ class Driver:
 
         return note
 
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def replay(self) -> None:
+        self.done.append(f"replay on {self.current}")
+
+    def reset(self) -> None:
+        self.done.append("reset")
+
     def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
         assert (pool, capture_error_mode) == (POOL, "thread_local")
 
@@ -45,6 +69,22 @@ class Driver:
         if not self._is_captured:
             raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
         return POOL
+
+
+class Stream:
+    """A stream of GPU 3."""
+
+    device = torch.device("cuda", 3)
+
+    def __init__(self, driver: Driver, name: Any) -> None:
+        self._driver = driver
+        self.name = name
+
+    def record_event(self) -> Any:
+        return f"event on {self.name}"
+
+    def wait_event(self, event: Any) -> None:
+        self._driver.done.append(f"{self.name} waits for {event}")
 
 
 GIVEN_BACK = ["end", ("_cuda_endAllocateToPool", 3, POOL), ("_cuda_releasePool", 3, POOL)]
@@ -81,8 +121,45 @@ def test_memory_of_a_capture_that_fails_is_given_back(
         with pytest.raises(RuntimeError, match="previous error during capture"):
             captures.capture(work)
     else:
-        assert captures.capture(work) is driver
+        captures.capture(work)
     assert driver.done == done
+    assert driver.current == "lane"
+
+
+def test_graphs_have_streams_of_their_own_while_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, "")
+    used: list[Any] = []
+
+    def work() -> None:
+        used.append(driver.current)
+
+    first, second = captures.capture(work), captures.capture(work)
+    first.replay()
+    first.drop()
+    third = captures.capture(work)
+    assert used == [0, 1, 0]
+    assert driver.done == [
+        *("end", "end", "replay on lane", "0 waits for event on lane", "reset", "end")
+    ]
+    del second, third
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_a_stream_is_made_by_the_driver(monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    def create(place: Any, flags: int) -> int:
+        place._obj.value = 4096
+        assert flags == 1
+        return error
+
+    library = SimpleNamespace(cuStreamCreate=create)
+    monkeypatch.setattr(captures.ctypes, "CDLL", {"libcuda.so.1": library}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda *given: given)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    if error:
+        with pytest.raises(RuntimeError, match="makes no stream: CUDA error 2"):
+            captures._new_stream()
+    else:
+        assert captures._new_stream() == (4096, 3)
 
 
 def test_graphs_are_of_cuda() -> None:

@@ -1,6 +1,7 @@
 """The order of launches on devices with streams, on streams that record it."""
 
 import contextlib
+import gc
 import threading
 from typing import Any
 
@@ -10,15 +11,16 @@ import torch
 
 import dtorch
 from dtorch.lowering import LocalStep, lower
-from dtorch.runtime import EXECUTOR, NATIVE, streams
+from dtorch.runtime import EXECUTOR, NATIVE, graph_calls, streams
 from dtorch.runtime.streams import Lane, plan
 
 python_only = pytest.mark.skipif(EXECUTOR != "python", reason="the Python executor's lanes")
 
 
 @python_only
-def test_random_programs_have_no_unordered_access() -> None:
-    with recorded_streams.recorded() as (world, ids):
+@pytest.mark.parametrize("pool", [None, 3])
+def test_random_programs_have_no_unordered_access(pool: int | None) -> None:
+    with recorded_streams.recorded(pool=pool) as (world, ids):
         for seed in range(40):
             recorded_streams.run_program(ids, seed)
         dtorch.synchronize()
@@ -57,6 +59,47 @@ def test_a_graph_waits_for_those_who_read_what_it_overwrites(fault: str) -> None
             torch.testing.assert_close(cache.to_torch(), expected)
         dtorch.synchronize()
     assert bool(world.faults) == (fault == "users")
+
+
+@python_only
+@pytest.mark.parametrize("fault", ["", "capture"])
+def test_what_others_launch_while_a_graph_is_captured_is_no_part_of_it(fault: str) -> None:
+    with recorded_streams.recorded(fault, pool=1) as (world, ids):
+        lanes = streams.lanes_of(dtorch.mesh.Device("cpu", ids[0]))
+        other = streams.lanes_of(dtorch.mesh.Device("cpu", ids[1]))
+        assert lanes is not None and other is not None
+
+        def launch() -> None:
+            with other.on(Lane.COMPUTE):
+                torch.ones(2)
+
+        def work() -> None:
+            thread = threading.Thread(target=launch)
+            thread.start()
+            thread.join()
+            results.append(torch.ones(2) + 1)
+
+        results: list[torch.Tensor] = []
+        with lanes.on(Lane.COMPUTE):
+            graph = graph_calls.capture(work)
+            graph.replay()
+        graph.drop()
+        assert results[0].tolist() == [2.0, 2.0]
+    assert bool(world.faults) == (fault == "capture")
+
+
+@python_only
+@pytest.mark.parametrize("fault", ["", "drop"])
+def test_memory_of_a_graph_is_freed_after_its_last_replay(fault: str) -> None:
+    with recorded_streams.recorded(fault) as (world, ids):
+        jitted = dtorch.jit(lambda x: (x * 2).sin() + 1, cuda_graph=True)
+        x = dtorch.ones(4, device_mesh=dtorch.DeviceMesh("cpu", ids[:1]))
+        for _ in range(4):
+            jitted(x)
+        dtorch.synchronize()
+        jitted.cache_clear()
+        gc.collect()
+    assert bool(world.faults) == (fault == "drop")
 
 
 def compute(x: dtorch.Tensor) -> dtorch.Tensor:
