@@ -25,25 +25,19 @@ class Graph:
         self._calls: list[tuple[Any, Any, Any, Any]] = []
         with _Writer(self._calls):
             work()
-        for result in self._results():  # a capture computes nothing
-            if result.is_floating_point():
+        for call in self._calls:  # a capture computes nothing
+            for result in filter(torch.Tensor.is_floating_point, _made(*call)):
                 result.fill_(float("nan"))
         Graph.made += 1
-
-    def _results(self) -> Iterator[torch.Tensor]:
-        for op, _, _, result in self._calls:
-            if not _is_view(op):
-                yield from _tensors(result)
 
     def replay(self) -> None:
         """Does it again."""
         Graph.replays += 1
         for op, args, kwargs, result in self._calls:
             found = op(*args, **kwargs)
-            if not _is_view(op):
-                for old, new in zip(_tensors(result), _tensors(found), strict=True):
-                    if old is not new:
-                        old.copy_(new)
+            old, new = (_made(op, args, kwargs, r) for r in (result, found))
+            for ours, theirs in zip(old, new, strict=True):
+                ours.copy_(theirs)
 
     def drop(self) -> None:
         """Its memory goes with it."""
@@ -62,8 +56,11 @@ class _Writer(TorchDispatchMode):
         return result
 
 
-def _is_view(op: Any) -> bool:
-    return any(r.alias_info is not None for r in op._schema.returns)
+def _made(op: Any, args: Any, kwargs: Any, result: Any) -> list[torch.Tensor]:
+    """The results that are in memory of their own, without what is there several times."""
+    given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+    own = [t for t in _tensors(result) if t.untyped_storage()._cdata not in given]
+    return [graph_calls._once(t) for t in own]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

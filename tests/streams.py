@@ -30,7 +30,7 @@ from graph_fake import Graph, graphs_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import dtorch
-from dtorch import Partial, Replicate, Shard
+from dtorch import Partial, Replicate, Shard, compilation, inductor
 from dtorch.mesh import Device
 from dtorch.redistribution import Collective, Step
 from dtorch.runtime import (
@@ -369,6 +369,8 @@ def recorded(
         setattr(communicators, name, getattr(joined, name))
     world.communicators = joined
     real_wait, graph_calls.wait_for = graph_calls.wait_for, world.wait_for
+    real_compiler = inductor.function_of, compilation._known
+    inductor.function_of, compilation._known = inductor._graph, {}
     if fault == "users":
         graph_calls.wait_for = lambda streams, device: None
     try:
@@ -381,6 +383,7 @@ def recorded(
         for name, function in real_communicators.items():
             setattr(communicators, name, function)
         graph_calls.wait_for = real_wait
+        inductor.function_of, compilation._known = real_compiler
 
 
 def run_program(ids: list[int], seed: int) -> None:
@@ -431,7 +434,8 @@ def run_program(ids: list[int], seed: int) -> None:
     ]
     call, count = (dtorch.jit(compute), 2) if drawn.random() < 0.7 else (compute, 2)
     if drawn.random() < 0.3:
-        call, count = dtorch.jit(compute, donate_argnums=0, cuda_graph=True), 7
+        options = {"compile": drawn.random() < 0.5, "cuda_graph": True}
+        call, count = dtorch.jit(compute, donate_argnums=0, **options), 7
     found, expected = placed[:1], values[:1]
     for _ in range(count):
         found = call(found[0], placed[1])
