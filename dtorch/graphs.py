@@ -236,10 +236,13 @@ def _fits(instruction: LocalInstruction, local: LocalProgram) -> bool:
         instruction.draws is None
         and (op.namespace == "aten" or op.name() in _OWN)
         and not op._schema.is_mutable
-        and (_UNFIT.isdisjoint(op.tags) or _is_attention(instruction))
+        and (
+            not _reads_bools(instruction, local)
+            if op.overloadpacket in _BY_INDEX
+            else _UNFIT.isdisjoint(op.tags) or _is_attention(instruction)
+        )
         and not op._schema.name.removeprefix("aten::").startswith(_HOST)
         and not _has(ScalarRef, (instruction.args, instruction.kwargs))
-        and not (op.overloadpacket in _BY_INDEX and _reads_bools(instruction, local))
         and not any(isinstance(v, torch.device) and v.type == "cpu" for _, v in instruction.kwargs)
     )
 

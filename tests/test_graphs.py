@@ -15,7 +15,7 @@ from torch import Tensor
 import dtorch
 from dtorch import Replicate, Shard
 from dtorch.errors import DonatedError, WorkerError
-from dtorch.runtime import graph_calls, lent
+from dtorch.runtime import graph_calls
 
 
 @pytest.fixture(autouse=True)
@@ -457,35 +457,18 @@ def test_what_only_reads_a_donated_input_before_does_not_keep_it(copies: list[in
     assert copies.count(15) == 7
 
 
-def test_memory_for_a_conjugate_is_never_taken_for_the_conjugate() -> None:
-    value = torch.tensor([1 + 2j])
-    for given in (value.conj(), value.conj().imag):
-        memory = graph_calls._Buffer(given, counts_writes=True)
-        assert not memory.holds(memory.view.conj())
-        assert not memory.holds(torch._neg_view(memory.view))
-    memory = graph_calls._Buffer(value, counts_writes=True)
-    assert memory.holds(memory.view) and not memory.holds(value)
+def test_what_takes_rows_by_index_is_captured_and_by_mask_is_not() -> None:
+    def compute(x: Any, at: Any) -> Any:
+        x = torch.tanh(x * 2)
+        rows = x[at] + 1, x.index_put((at,), x[at] * 3) + 1, x[:, at] * 2
+        return *rows, x.index_put((x > 0,), at.sum() * 1.5)
 
-
-def test_graphs_are_freed_by_a_collection_at_any_time() -> None:
-    class Owner:
-        def __init__(self) -> None:
-            self.itself = self
-            self.memory = torch.ones(2)
-            lent.lend(self.memory, graph_calls._GONE)
-            weakref.finalize(self, lent.withdraw, self.memory).atexit = False
-
-    done = threading.Event()
-
-    def work() -> None:
-        for _ in range(300):
-            Owner()
-        done.set()
-
-    thresholds = gc.get_threshold()
-    gc.set_threshold(1)
-    try:
-        threading.Thread(target=work, daemon=True).start()
-        assert done.wait(60)
-    finally:
-        gc.set_threshold(*thresholds)
+    first, jitted = next(graph_calls._numbers), dtorch.jit(compute, cuda_graph=True)
+    for number in range(6):
+        x, at = torch.randn(4, 4), torch.tensor([number % 4, 3])
+        found = jitted(placed(x, mesh_of(1)), placed(at, mesh_of(1)))
+        for ours, theirs in zip(found, compute(x, at), strict=True):
+            assert torch.equal(ours.to_torch(), theirs)
+    (part,) = (runs for number, runs in graph_calls._runs.items() if number > first)
+    names = [o.op._schema.name for o in part[0]._operations if hasattr(o, "op")]
+    assert (names.count("aten::index"), names.count("aten::index_put")) == (3, 1)
