@@ -12,7 +12,7 @@ import optree
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dtorch.runtime import graph_calls
+from dtorch.runtime import graph_calls, graph_memory
 
 
 class Graph:
@@ -60,7 +60,7 @@ def _made(op: Any, args: Any, kwargs: Any, result: Any) -> list[torch.Tensor]:
     """The results that are in memory of their own, without what is there several times."""
     given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
     own = [t for t in _tensors(result) if t.untyped_storage()._cdata not in given]
-    return [graph_calls._once(t) for t in own]
+    return [graph_memory.once(t) for t in own]
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

@@ -38,6 +38,7 @@ from dtorch.runtime import (
     communicators,
     faults,
     graph_calls,
+    graph_memory,
     lent,
     shards,
     streams,
@@ -368,11 +369,11 @@ def recorded(
     for name in COMMUNICATORS:
         setattr(communicators, name, getattr(joined, name))
     world.communicators = joined
-    real_wait, graph_calls.wait_for = graph_calls.wait_for, world.wait_for
+    real_wait, graph_memory.wait_for = graph_memory.wait_for, world.wait_for
     real_compiler = inductor.function_of, compilation._known
     inductor.function_of, compilation._known = inductor._graph, {}
     if fault == "users":
-        graph_calls.wait_for = lambda streams, device: None
+        graph_memory.wait_for = lambda streams, device: None
     try:
         dtorch.synchronize([Device("cpu", i) for i in ids])  # makes the workers
         with graphs_on_cpu(functools.partial(Captured, world, fault)), _Watch(world, CALLER):
@@ -382,7 +383,7 @@ def recorded(
         streams.place_of, streams.lanes_of, shards.handed_over, shards.order_caller = real
         for name, function in real_communicators.items():
             setattr(communicators, name, function)
-        graph_calls.wait_for = real_wait
+        graph_memory.wait_for = real_wait
         inductor.function_of, compilation._known = real_compiler
 
 

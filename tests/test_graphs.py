@@ -15,7 +15,7 @@ from torch import Tensor
 import dtorch
 from dtorch import Replicate, Shard
 from dtorch.errors import DonatedError, WorkerError
-from dtorch.runtime import graph_calls
+from dtorch.runtime import graph_calls, graph_memory
 
 
 @pytest.fixture(autouse=True)
@@ -240,14 +240,14 @@ def inputs(number: int) -> tuple[Tensor, Tensor]:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of what was copied into buffers of graphs."""
     made: list[int] = []
-    fill = graph_calls._Buffer.fill
+    fill = graph_memory.Buffer.fill
 
     def counted(self: Any, tensor: Any) -> None:
         if not self.holds(tensor):
             made.append(tensor.numel())
         fill(self, tensor)
 
-    monkeypatch.setattr(graph_calls._Buffer, "fill", counted)
+    monkeypatch.setattr(graph_memory.Buffer, "fill", counted)
     return made
 
 

@@ -15,7 +15,8 @@ current stream. A graph reads and writes the same memory at each replay:
 - all of it is launched on one stream, whose order is that of the calls.
 
 What cannot be captured runs operation by operation, and a line on the standard error output says
-why, once. Captures are made in the mode "thread_local", one at a time: other threads go on.
+why, once. A call whose operations fail is none of the first calls, and says nothing of captures.
+Captures are made in the mode "thread_local", one at a time: other threads go on.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ..program import Ref, map_refs, refs
 from . import collectives, lent
 from .captures import capture, have_graphs
 from .collectives import Meeting
+from .graph_memory import Buffer, copy_of, layout, place, storage
 from .shards import Failure
 
 NUM_WARM_UPS = 2
@@ -119,7 +121,7 @@ class _Run:
         self._part = part
         self._operations = part.operations[position]
         self._donated = part.donated
-        self._num_calls = 0
+        self._num_warm_ups = 0
         self._num_captures = 0
         self._seen: list[Tensor | None] = []  # the inputs of the call before, until the capture
         self._results: list[Any] = []  # how results were laid out then, operation by operation
@@ -128,14 +130,15 @@ class _Run:
         self._is_refused = False
 
     def __call__(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        self._num_calls += 1
         if self._is_refused:
             return self._one_by_one(inputs)
         if self._replayed is None:
             self._note_moved(self._seen, inputs, range(len(self._seen)))
-            if self._num_calls <= NUM_WARM_UPS:
+            if self._num_warm_ups < NUM_WARM_UPS:
                 self._seen = list(inputs)
-                return self._one_by_one(inputs)
+                results = self._one_by_one(inputs)
+                self._num_warm_ups += 1  # one that fails is none
+                return results
             return self._captured(inputs)
         new = self._replayed.new(inputs)
         if not self._replayed.fits(inputs, new):
@@ -157,7 +160,7 @@ class _Run:
         self, before: Sequence[Tensor | None], now: Sequence[Tensor | None], which: Iterable[int]
     ) -> bool:
         """Notes which inputs are in other memory than before; returns whether a graph has to."""
-        moved = {i for i in which if i not in self._copied and _place(before[i]) != _place(now[i])}
+        moved = {i for i in which if i not in self._copied and place(before[i]) != place(now[i])}
         settled = self._num_captures >= _MOST_CAPTURES
         self._copied |= moved if settled else moved - self._part.from_parts
         return bool(moved)
@@ -172,10 +175,13 @@ class _Run:
                 self._part, self._operations, inputs, self._copied, self._donated, self._results
             )
         except Exception as error:  # whatever an operation raises that cannot be captured
-            self._is_refused = True
-            say(f"{self._part.text} runs without a CUDA graph: {_first_line(error)}")
-            return self._one_by_one(inputs)
-        return self._replayed(inputs)
+            line = f"{self._part.text} runs without a CUDA graph: {_first_line(error)}"
+        else:
+            return self._replayed(inputs)
+        results = self._one_by_one(inputs)  # if this fails too, a later call is captured
+        self._is_refused = True
+        say(line)
+        return results
 
     def _one_by_one(self, inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         slots = [*inputs, *[None] * (self._part.num_slots - len(inputs))]
@@ -213,13 +219,13 @@ class _Replayed:
         if any(t is not None and not have_graphs(t.device.type) for t in inputs):
             raise RuntimeError("it reads a value on the host")
         self.given = [None if i in copied else t for i, t in enumerate(inputs)]
-        self._layouts = [_layout(t) for t in inputs]
+        self._layouts = [layout(t) for t in inputs]
         self._buffers = {
-            i: _Buffer(t, counts_writes=i in donated)
+            i: Buffer(t, counts_writes=i in donated)
             for i, t in enumerate(inputs)
             if i in copied and t is not None
         }
-        self._updated: dict[int, _Buffer] = {}
+        self._updated: dict[int, Buffer] = {}
         self._results: list[Any] = []
         with _capturing:
             self._graph = capture(lambda: self._launch(part, operations, donated, results))
@@ -227,9 +233,9 @@ class _Replayed:
         for buffer in self._lent.values():
             buffer.note_holders()
         outside = [t for i, t in enumerate(self.given) if i not in part.from_parts]
-        kept = {_storage(t) for t in outside if t is not None}
+        kept = {storage(t) for t in outside if t is not None}
         self._stays = [
-            t is None or s in part.inside or _storage(t) in kept
+            t is None or s in part.inside or storage(t) in kept
             for s, t in zip(part.outputs, self._results, strict=True)
         ]
 
@@ -246,7 +252,7 @@ class _Replayed:
         ]
         slots = [*read, *[None] * (part.num_slots - len(read))]
         owned = {i: self._buffers[i] for i in donated & self._buffers.keys()}
-        now: dict[Any, _Buffer] = dict(owned)
+        now: dict[Any, Buffer] = dict(owned)
         for operation, expected in zip(operations, results, strict=True):
             in_place = _in_place(operation, slots, now, expected)
             if in_place is not None:
@@ -267,11 +273,11 @@ class _Replayed:
         Inputs are laid out as at the capture, and none is in memory that the graph writes to, but
         for what it left there and is given back once.
         """
-        if any(self._layouts[i] != _layout(inputs[i]) for i in new):
+        if any(self._layouts[i] != layout(inputs[i]) for i in new):
             return False
         return not self._lent or all(
             (t := inputs[i]) is None
-            or _storage(t) not in self._lent
+            or storage(t) not in self._lent
             or (i in self._updated and self._updated[i].may_write(t))
             for i in new
         )
@@ -293,9 +299,9 @@ class _Replayed:
 
     def _given_out(self, tensor: Tensor | None) -> Tensor:
         assert tensor is not None
-        if _storage(tensor) in self._lent:
+        if storage(tensor) in self._lent:
             return tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        return _copy_of(tensor)
+        return copy_of(tensor)
 
     def drop(self) -> None:
         """Frees the graph, and leaves the memory that is on loan to those who have it."""
@@ -327,7 +333,7 @@ def _run_one(operation: Operation, slots: list[Any]) -> Any:
             slots[slot] = value
     for slot in operation.frees:
         slots[slot] = None
-    return [_layout(t) for t in results]
+    return [layout(t) for t in results]
 
 
 def _result(operation: Operation, slots: Sequence[Any]) -> Any:
@@ -342,7 +348,7 @@ def _result(operation: Operation, slots: Sequence[Any]) -> Any:
 def _in_place(
     operation: Operation,
     slots: Sequence[Any],
-    owned: Mapping[int, _Buffer],
+    owned: Mapping[int, Buffer],
     expected: Sequence[Any],
 ) -> LocalCall | None:
     """The form of an operation that writes its result over its first operand, if that may be.
@@ -360,8 +366,8 @@ def _in_place(
     may_be = (
         first.id in operation.frees
         and read.count(first.id) == 1
-        and list(expected) == [_layout(tensor)]
-        and not any(_storage(t) == _storage(tensor) for t in others)
+        and list(expected) == [layout(tensor)]
+        and not any(storage(t) == storage(tensor) for t in others)
     )
     return dataclasses.replace(operation, op=form) if may_be else None
 
@@ -384,103 +390,6 @@ def _flat(result: Any) -> Iterator[Any]:
             yield from _flat(item)
     else:
         yield result
-
-
-# -- memory --------------------------------------------------------------------------------
-
-
-def _place(tensor: Tensor | None) -> Any:
-    return None if tensor is None else (tensor.data_ptr(), _layout(tensor))
-
-
-def _layout(tensor: Tensor | None) -> Any:
-    if tensor is None:
-        return None
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-class _Buffer:
-    """Memory for tensors of one layout, in which a dim that is repeated is there once.
-
-    Args:
-        tensor: The first of them, which is copied.
-        counts_writes: Whether its version is watched.
-
-    Attributes:
-        view: The memory as a tensor of that layout.
-        storage: What identifies it.
-    """
-
-    def __init__(self, tensor: Tensor, counts_writes: bool = False) -> None:
-        once = _once(tensor)
-        with torch.inference_mode(not counts_writes):
-            self._memory = torch.empty_strided(
-                once.shape, once.stride(), dtype=once.dtype, device=once.device
-            )
-            self.view = self._memory.as_strided(tensor.shape, tensor.stride())
-        self._memory.copy_(once)
-        self.storage = _storage(self.view)
-        self._num_holders = 0
-        self._is_as_given = not (tensor.is_conj() or tensor.is_neg())  # else it has been resolved
-
-    def fill(self, tensor: Tensor | None) -> None:
-        """Copies a tensor into the memory, unless it is there."""
-        assert tensor is not None
-        if not self.holds(tensor):
-            self._memory.copy_(_once(tensor))
-
-    def holds(self, tensor: Tensor | None) -> bool:
-        """Whether a tensor of the layout is in the memory, at the beginning."""
-        if tensor is None or not self._is_as_given:
-            return False
-        return tensor.data_ptr() == self.view.data_ptr() != 0
-
-    def may_write(self, tensor: Tensor) -> bool:
-        """Whether a tensor on loan is in the memory, and nothing else that the call was given."""
-        return self.holds(tensor) and not lent.is_shared(self.view)
-
-    def note_holders(self) -> None:
-        """Counts who has the memory now, beside whom there is nobody."""
-        self._num_holders = torch._C._storage_Use_Count(self.storage)
-
-    def is_held(self) -> bool:
-        """Whether somebody else has the memory."""
-        return torch._C._storage_Use_Count(self.storage) > self._num_holders
-
-    def begin_write(self) -> None:
-        """Says that the memory is written to, and waits on the stream for those that use it.
-
-        In this order: who reads it notes that it does, reads, and then looks whether it has been
-        written to, so that a reader that is not waited for knows.
-        """
-        torch.autograd.graph.increment_version(self.view)
-        wait_for(lent.take_users(self.view), self.view.device)
-
-
-def wait_for(streams: Sequence[Any], device: torch.device) -> None:
-    """Has the current stream wait for what other streams have to do now."""
-    if streams:
-        current = torch.accelerator.current_stream(device)
-        for stream in streams:
-            if stream != current:
-                current.wait_event(stream.record_event())
-
-
-def _once(tensor: Tensor) -> Tensor:
-    for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if step == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
-
-
-def _copy_of(tensor: Tensor) -> Tensor:
-    if tensor.is_conj():
-        return _copy_of(tensor.conj()).conj()
-    return _Buffer(tensor).view
 
 
 # -- messages ------------------------------------------------------------------------------

@@ -6,16 +6,16 @@ import weakref
 
 import torch
 
-from dtorch.runtime import graph_calls, lent
+from dtorch.runtime import graph_calls, graph_memory, lent
 
 
 def test_memory_for_a_conjugate_is_never_taken_for_the_conjugate() -> None:
     value = torch.tensor([1 + 2j])
     for given in (value.conj(), value.conj().imag):
-        memory = graph_calls._Buffer(given, counts_writes=True)
+        memory = graph_memory.Buffer(given, counts_writes=True)
         assert not memory.holds(memory.view.conj())
         assert not memory.holds(torch._neg_view(memory.view))
-    memory = graph_calls._Buffer(value, counts_writes=True)
+    memory = graph_memory.Buffer(value, counts_writes=True)
     assert memory.holds(memory.view) and not memory.holds(value)
 
 
