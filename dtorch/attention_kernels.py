@@ -51,6 +51,10 @@ class Site(Protocol):
         """Returns an argument that follows from the sizes here."""
         ...
 
+    def order(self) -> list[int]:
+        """Returns the dims of the queries, that with the largest stride first."""
+        ...
+
 
 class Kernel(abc.ABC):
     """One of PyTorch's kernels, without dropout.
@@ -60,12 +64,14 @@ class Kernel(abc.ABC):
         forward_op: The operation.
         backward_op: That of its gradients.
         takes_mask: Whether it takes a mask, and so also a triangle of another diagonal than 0.
+        least_keys: How many keys it wants at least.
     """
 
     name: ClassVar[str]
     forward_op: ClassVar[torch._ops.OpOverload]
     backward_op: ClassVar[torch._ops.OpOverload]
     takes_mask: ClassVar[bool] = True
+    least_keys: ClassVar[int] = 1
 
     @abc.abstractmethod
     def forward(
@@ -102,6 +108,16 @@ class Kernel(abc.ABC):
     def sums_of(self, site: Site, kept: Any) -> Any:
         """Returns the log-sum-exp of what the operation gives for it."""
         return kept
+
+    def laid_out(self, site: Site, out: Any, sums: Any) -> tuple[Any, Any]:
+        """Returns result and log-sum-exp as `backward` reads them on a device: unasked, by place.
+
+        Args:
+            site: The shards of devices.
+            out: The result, with any strides.
+            sums: The log-sum-exp, in the shape that `backward_op` takes, or [B, H, L].
+        """
+        return out, sums
 
     def gradients(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns what the operation of the gradients gives."""
@@ -158,6 +174,9 @@ class _Flash(Kernel):
         debug = site.zeros([0], given["query"].dtype)
         return out, sums, *lengths, *self._seeds(site), debug
 
+    def laid_out(self, site: Site, out: Any, sums: Any) -> tuple[Any, Any]:
+        return out, site.one(aten.contiguous.default, sums)
+
     @staticmethod
     def _seeds(site: Site) -> tuple[Any, Any]:
         """What dropout would have drawn with."""
@@ -181,33 +200,36 @@ class _Efficient(Kernel):
     ) -> Any:
         *first, out, sums = operands
         wanted = (*_seeds(site), 0.0, [True, True, True, False], is_causal)
-        operands = (*first, mask, out, self._kept(site, sums), *wanted)
+        operands = (*first, mask, out, sums, *wanted)
         return site.several(3, self.backward_op, *operands, scale=scale)
 
     def results(self, site: Site, out: Any, sums: Any, given: dict[str, Any]) -> tuple[Any, ...]:
-        kept = self._kept(site, sums) if given["compute_log_sumexp"] else sums[..., :0]
-        return out, kept, *_seeds(site)
+        """The sums in [B, H, L], which the rule of the backward takes too."""
+        return out, sums if given["compute_log_sumexp"] else sums[..., :0], *_seeds(site)
 
     def sums_of(self, site: Site, kept: Any) -> Any:
         return site.one(aten.narrow.default, kept, 2, 0, site.sizes(lambda s: s.rows))
 
-    @staticmethod
-    def _kept(site: Site, sums: Any) -> Any:
-        """Filled up to a multiple of 32 rows, as the kernel has them."""
+    def laid_out(self, site: Site, out: Any, sums: Any) -> tuple[Any, Any]:
+        """The result as [B, L, H, V] in memory, the sums filled up to a multiple of 32 rows."""
+        kept = self.sums_of(site, sums)
         padding = site.sizes(lambda s: [0, -s.rows % 32])
-        return site.one(aten.constant_pad_nd.default, sums, padding, math.inf)
+        kept = site.one(aten.constant_pad_nd.default, kept, padding, math.inf)
+        return _dense(site, out, [0, 2, 1, 3]), kept
 
     def gradients(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
         return *found, None
 
     def fitted(self, site: Site, mask: Any) -> Any:
-        return _in_aligned_rows(site, mask)
+        rows = _in_aligned_rows(site, mask)
+        return site.one(aten.expand.default, rows, site.sizes(list))
 
 
 class _CuDNN(Kernel):
     name = "cudnn"
     forward_op = aten._scaled_dot_product_cudnn_attention.default
     backward_op = aten._scaled_dot_product_cudnn_attention_backward.default
+    least_keys = 2
 
     def forward(
         self, site: Site, operands: tuple[Any, ...], mask: Any, is_causal: bool, scale: Any
@@ -219,25 +241,30 @@ class _CuDNN(Kernel):
     def backward(
         self, site: Site, operands: tuple[Any, ...], mask: Any, is_causal: bool, scale: Any
     ) -> Any:
-        *first, sums = operands
         rows, keys = site.sizes(lambda s: s.rows), site.sizes(lambda s: s.keys)
         lengths = (None, None, rows, keys)
-        operands = (*first, self._kept(site, sums), *_seeds(site), mask, *lengths, 0.0, is_causal)
+        *first, sums = operands
+        sums = site.one(aten.unsqueeze.default, sums, -1)
+        operands = (*first, sums, *_seeds(site), mask, *lengths, 0.0, is_causal)
         return site.several(3, self.backward_op, *operands, scale=scale)
 
     def results(self, site: Site, out: Any, sums: Any, given: dict[str, Any]) -> tuple[Any, ...]:
         lengths = (None, None, given["query"].shape[2], given["key"].shape[2])
-        return out, self._kept(site, sums), *lengths, *_seeds(site), None
+        kept = site.one(aten.unsqueeze.default, sums, -1)
+        return out, kept, *lengths, *_seeds(site), None
 
     def sums_of(self, site: Site, kept: Any) -> Any:
         return site.one(aten.squeeze.dim, kept, -1)
 
-    @staticmethod
-    def _kept(site: Site, sums: Any) -> Any:
-        return site.one(aten.unsqueeze.default, sums, -1)
+    def laid_out(self, site: Site, out: Any, sums: Any) -> tuple[Any, Any]:
+        """The result in the order of the queries, with which cuDNN keeps what it has built."""
+        return _dense(site, out, site.order()), site.one(aten.contiguous.default, sums)
 
     def fitted(self, site: Site, mask: Any) -> Any:
-        return _in_aligned_rows(site, mask)
+        """One for all heads stays one."""
+        rows = _in_aligned_rows(site, mask)
+        sizes = site.sizes(lambda s: [s.batch, -1, s.rows, s.keys])
+        return site.one(aten.expand.default, rows, sizes)
 
 
 def _seeds(site: Site) -> tuple[Any, Any]:
@@ -245,13 +272,17 @@ def _seeds(site: Site) -> tuple[Any, Any]:
     return site.zeros([], torch.int64), site.zeros([], torch.int64)
 
 
+def _dense(site: Site, x: Any, order: list[int]) -> Any:
+    """A tensor without gaps, its dims in this order in memory; it is copied only if it must be."""
+    x = site.one(aten.contiguous.default, site.one(aten.permute.default, x, order))
+    return site.one(aten.permute.default, x, [order.index(d) for d in range(len(order))])
+
+
 def _in_aligned_rows(site: Site, mask: Any) -> Any:
-    """A mask whose rows begin at multiples of eight elements, expanded to all batches and heads."""
-    filled = site.one(
-        aten.constant_pad_nd.default, mask, site.sizes(lambda s: [0, -s.keys % 8]), 0.0
-    )
-    rows = site.one(aten.narrow.default, filled, -1, 0, site.sizes(lambda s: s.keys))
-    return site.one(aten.expand.default, rows, site.sizes(list))
+    """A mask whose rows begin at multiples of eight elements."""
+    padding = site.sizes(lambda s: [0, -s.keys % 8])
+    filled = site.one(aten.constant_pad_nd.default, mask, padding, 0.0)
+    return site.one(aten.narrow.default, filled, -1, 0, site.sizes(lambda s: s.keys))
 
 
 KERNELS = {kernel.name: kernel for kernel in (_OfTheCPU(), _Flash(), _Efficient(), _CuDNN())}

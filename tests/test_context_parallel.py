@@ -186,6 +186,7 @@ def test_kernels_of_accelerators_equal_torch(kernel, seed):
     grouped = 1 if kernel == "efficient" else draw.choice([1, 1, 2])  # which repeats keys before
     heads, length = keys * grouped, draw.choice([1, 2, 7, 8, 16, 33, 64])
     num_keys = length if kernel == "flash" and kind == "causal" else draw.choice([length, 5, 17])
+    num_keys = max(num_keys, 2 if kernel == "cudnn" else 1)
     batch, whole = draw.choice([2, 3]), [R] * mesh.ndim
     shapes = [(batch, heads, length, 8), *[(batch, keys, num_keys, 8)] * 2]
     made = torch.Generator().manual_seed(seed)
@@ -217,14 +218,80 @@ def test_rows_that_see_nothing_of_a_piece(kernel):
     mask = torch.full((16, 16), -torch.inf)
     mask[:, 5] = mask[3:9, 14] = 0.0
     expected = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
-    given = [spread(t.detach(), mesh, [S(2)]).requires_grad_() for t in inputs]
     with on_the_cpu(kernel, of_nothing=torch.nan) as attention:
-        found = attention(*given, spread(mask, mesh, [R]))
-        found.square().sum().backward()
-        results = [found.detach().to_torch(), *(t.grad.to_torch() for t in given)]
+        _compare(attention, expected, inputs, mesh, [S(2)], spread(mask, mesh, [R]))
+
+
+def _compare(attention, expected, inputs, mesh, placements, *masks, **options):
+    """Values and gradients of an attention over devices, and those of one as PyTorch has it."""
+    given = [spread(t.detach(), mesh, placements).requires_grad_() for t in inputs]
+    found = attention(*given, *masks, **options)
+    found.square().sum().backward()
+    results = [found.detach().to_torch(), *(t.grad.to_torch() for t in given)]
     wanted = expected.detach(), *torch.autograd.grad(expected.square().sum(), inputs)
     for our, theirs in zip(results, wanted, strict=True):
-        torch.testing.assert_close(our, theirs)
+        torch.testing.assert_close(our, theirs, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("axis", ["ring_cp", "zigzag_cp", "ulysses_cp"])
+def test_odd_lengths_are_no_implicit_communication(kernel, axis):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    inputs = [t.requires_grad_() for t in torch.randn(3, 2, 4, 33, 8)]
+    expected = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    with on_the_cpu(kernel) as attention, dtorch.strict():
+        _compare(attention, expected, inputs, mesh, [S(2)], is_causal=True)
+
+
+@pytest.mark.parametrize("kernel", ["efficient", "cudnn"])
+def test_a_mask_that_is_alike_for_all_keys(kernel):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring_cp",))
+    inputs = [t.requires_grad_() for t in torch.randn(3, 2, 4, 16, 8)]
+    mask = torch.randn(2, 1, 16, 1)
+    expected = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention").default
+    masked = spread(mask, mesh, [R]).expand(2, 4, 16, 16)
+    with on_the_cpu(kernel):
+        _compare(lambda *t: op(*t, masked, True)[0], expected, inputs, mesh, [S(2)])
+
+
+@pytest.mark.parametrize("axis", ["ring_cp", "zigzag_cp"])
+@pytest.mark.parametrize("rows", [4, 8])
+def test_the_diagonal_of_flash_ends_with_the_last_key(axis, rows):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    inputs = [torch.randn(1, 2, n, 8, requires_grad=True) for n in (rows, 8, 8)]
+    mask = torch.ones(rows, 8, dtype=torch.bool).tril(8 - rows)
+    expected = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+    with on_the_cpu("flash") as attention:
+        _compare(attention, expected, inputs, mesh, [S(2)], is_causal=True)
+
+
+@pytest.mark.parametrize("kernel", ["efficient", "cudnn"])
+@pytest.mark.parametrize("axis", ["ring_cp", "zigzag_cp", "ulysses_cp"])
+@pytest.mark.parametrize("keys", [6, 8])
+def test_a_mask_and_a_diagonal(kernel, axis, keys):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    inputs = [torch.randn(1, 2, n, 8, requires_grad=True) for n in (8, keys, keys)]
+    mask = torch.randn(8, keys)
+    hidden = torch.ones(8, keys, dtype=torch.bool).triu(1)
+    both = mask.masked_fill(hidden, -torch.inf)
+    expected = F.scaled_dot_product_attention(*inputs, attn_mask=both)
+    with on_the_cpu(kernel) as attention:
+        _compare(attention, expected, inputs, mesh, [S(2)], spread(mask, mesh, [R]), is_causal=True)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("number", [torch.finfo(torch.float32).min, -1e9, -torch.inf])
+@pytest.mark.parametrize("rows", [1, 13])
+def test_rows_masked_whole_by_a_huge_number(size, number, rows):
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ring_cp",))
+    q, k, v = torch.randn(1, 2, rows, 8), *torch.randn(2, 1, 2, 13, 8)
+    mask = torch.zeros(rows, 13).index_fill(0, torch.tensor([0, rows - 1]), number)
+    mask[rows // 2, 4:] = number
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    given = [spread(t, mesh, [S(2) if t.shape[2] > 1 else R]) for t in (q, k, v)]
+    found = F.scaled_dot_product_attention(*given, attn_mask=spread(mask, mesh, [R]))
+    torch.testing.assert_close(found.to_torch(), expected)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

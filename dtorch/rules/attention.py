@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from ..lowering import LocalContext
+from ..attention_kernels import KERNELS, Sizes
+from ..lowering import LocalContext, memory_order
+from ..program import Ref
 from ..spec import Spec
 from .sharding import Dims, OpCall, Sharding, replicated, rule
 
@@ -52,7 +55,8 @@ def attention_on_accelerators(call: OpCall) -> Sharding:
     _check_shapes(call)
     inputs = (_QUERY, _KEY, _VALUE, *_mask(call, 3))
     outputs = (_RESULT, *(_beside(len(meta.shape)) for meta in call.results[1:]))
-    return Sharding(inputs, outputs, even=_unequal_heads(call), **_on_accelerators(call))
+    options = {"whole": _WHOLE, "filled": _FILLED, "localize": _align_mask}
+    return Sharding(inputs, outputs, even=_unequal_heads(call), **options)
 
 
 @rule(
@@ -63,7 +67,7 @@ def attention_on_accelerators(call: OpCall) -> Sharding:
 def attention_on_accelerators_backward(call: OpCall) -> Sharding:
     """The gradients of q, k and v; with that of a mask, of the whole."""
     if len(call.results) > 3:
-        return replicated(call)
+        return dataclasses.replace(replicated(call), localize=_lay_out)
     named = {"query": _QUERY, "key": _KEY, "value": _VALUE}
     named |= dict.fromkeys(("grad_out", "grad_out_", "out"), _RESULT)
     names = [name for name, value in call.arguments.items() if isinstance(value, Spec)]
@@ -72,23 +76,52 @@ def attention_on_accelerators_backward(call: OpCall) -> Sharding:
     pairs = zip(names, call.tensors, strict=True)
     inputs = tuple(named.get(name, _beside(len(spec.shape))) for name, spec in pairs)
     outputs = (_QUERY, _KEY, _VALUE)
-    return Sharding(inputs, outputs, even=_unequal_heads(call, 1), **_on_accelerators(call))
-
-
-def _on_accelerators(call: OpCall) -> dict[str, Any]:
-    """What is whole there, and how each device runs it."""
-    mask = call.arguments.get("attn_bias")
-    is_uneven = mask is not None and mask.shape[-1] % 8 != 0
-    localize = _align_mask if is_uneven else None
-    return {"whole": _WHOLE, "filled": _FILLED, "localize": localize}
+    options = {"whole": _WHOLE, "filled": _FILLED, "localize": _lay_out}
+    return Sharding(inputs, outputs, even=_unequal_heads(call, 1), **options)
 
 
 def _align_mask(context: LocalContext) -> None:
-    """Has the rows of a device's mask begin where the kernels want them: PyTorch did so of all."""
-    mask = context.argument("attn_bias")
-    size = context.spec(mask).shape[-1]
+    context.emit_with(**_aligned(context))
+
+
+def _aligned(context: LocalContext) -> dict[str, Any]:
+    """The mask of a device, its rows where the kernels want them: PyTorch did so of the whole."""
+    has_one = any(a.name == "attn_bias" for a in context.op._schema.arguments)
+    mask = context.argument("attn_bias") if has_one else None
+    if mask is None or (size := context.spec(mask).shape[-1]) % 8 == 0:
+        return {}
     filled = context.emit(aten.constant_pad_nd.default, mask, [0, -size % 8], 0.0)
-    context.emit_with(attn_bias=context.emit(aten.narrow.default, filled, -1, 0, size))
+    return {"attn_bias": context.emit(aten.narrow.default, filled, -1, 0, size)}
+
+
+def _lay_out(context: LocalContext) -> None:
+    """Gives a kernel what it reads by place as it reads it, which a part of a whole need not be."""
+    (kernel,) = (k for k in KERNELS.values() if k.backward_op is context.op)
+    out, sums = (context.argument(name) for name in ("out", "logsumexp"))
+    out, sums = kernel.laid_out(_Shards(context), out, sums)
+    context.emit_with(out=out, logsumexp=sums, **_aligned(context))
+
+
+class _Shards(NamedTuple):
+    """What all devices run alike, as where a kernel is called; no rows are split."""
+
+    context: LocalContext
+
+    def one(self, op: Any, *args: Any, **kwargs: Any) -> Ref:
+        return self.context.emit(op, *args, **kwargs)
+
+    def several(self, count: int, op: Any, *args: Any, **kwargs: Any) -> list[Ref]:
+        raise NotImplementedError
+
+    def zeros(self, shape: list[int], dtype: torch.dtype) -> Ref:
+        raise NotImplementedError
+
+    def sizes(self, value: Callable[[Sizes], Any]) -> Any:
+        query, key = (self.context.spec(self.context.argument(n)).shape for n in ("query", "key"))
+        return value(Sizes(-1, -1, query[2], key[2]))
+
+    def order(self) -> list[int]:
+        return memory_order(self.context.spec(self.context.argument("query")))
 
 
 def _beside(ndim: int) -> Dims:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..lowering import LocalContext
+from ..lowering import LocalContext, memory_order
 from .sharding import OpCall, Sharding, broadcast_names, dim_names, replicated, rule
 
 aten = torch.ops.aten
@@ -34,6 +34,34 @@ def new_filled(call: OpCall) -> Sharding:
     return Sharding(
         (names,), (dim_names(call.results[0].shape),), sizes=(("size", 0),), unread=frozenset({0})
     )
+
+
+@rule(aten.new_empty_strided)
+def new_empty_strided(call: OpCall) -> Sharding:
+    """A factory with a size, strides that name an order of dims, and a tensor that gives a layout.
+
+    Autograd asks for one where a gradient lies in memory in another order than its leaf.
+    """
+    result = call.results[0].shape
+    if tuple(call.tensors[0].shape) != tuple(result):
+        return replicated(call)
+    names = dim_names(result)
+    return Sharding((names,), (names,), unread=frozenset({0}), localize=_strided_locally)
+
+
+def _strided_locally(context: LocalContext) -> None:
+    spec = context.output_spec()
+    order = memory_order(spec)
+
+    def strides(index: int) -> list[int]:
+        found, step = [0] * spec.ndim, 1
+        for dim in reversed(order):
+            found[dim] = step
+            step *= max(spec.local_shapes[index][dim], 1)
+        return found
+
+    size = context.per_device(lambda i: list(spec.local_shapes[i]))
+    context.emit_with(size=size, stride=context.per_device(strides))
 
 
 @rule(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like)

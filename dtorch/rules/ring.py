@@ -20,7 +20,7 @@ import torch
 
 from ..attention_kernels import KERNELS, Sizes
 from ..custom_ops import attend_block, attend_block_backward
-from ..lowering import LocalContext, PerDevice
+from ..lowering import LocalContext, PerDevice, memory_order
 from ..mesh import DeviceMesh
 from ..program import Ref
 from ..spec import Spec
@@ -186,7 +186,8 @@ class _Step:
         part = "" if found.queries == (0, rows) else "part"
         if found.diagonal is None:
             return "all" + part
-        return ("causal" if found.diagonal == 0 else "diagonal") + part
+        is_plain = found.diagonal == 0 and self.context.argument("mask") is None
+        return ("causal" if is_plain else "diagonal") + part
 
 
 def _ring_places(spec: Spec) -> list[int]:
@@ -241,6 +242,9 @@ class _Here:
             return value(Sizes(batch, heads, found.queries[1], found.keys[1]))
 
         return self.table(here)
+
+    def order(self) -> list[int]:
+        return memory_order(self.step.spec)
 
     def table(self, value: Callable[[int], Any]) -> Any:
         """The value of each of the devices, by its number in the whole mesh."""
@@ -324,7 +328,7 @@ class _Here:
         """What the block sees of each other, to be added to the scores; None for all."""
         context, triangle = self.step.context, None
         if kind.startswith("diagonal"):
-            sizes = self.of_block(lambda b: [b.queries[1], b.keys[1]])
+            sizes = self.of_block(lambda b: [1, 1, b.queries[1], b.keys[1]])
             options = {"dtype": self.step.spec.dtype, "device": context.mesh.torch_device()}
             filled = self.emit(aten.full.default, sizes, -math.inf, **options)
             above = self.of_block(lambda b: (b.diagonal or 0) + 1)
@@ -340,7 +344,7 @@ class _Here:
             first = self.table(lambda i: self.step.key_ranges[i][0][0])
             length = self.of_block(lambda b: b.keys[1])
             given = self.emit(aten.narrow.default, given, 3, first, length)
-        return given
+        return given if triangle is None else self.emit(aten.add.Tensor, given, triangle)
 
 
 def _attend_locally(context: LocalContext) -> None:
@@ -406,7 +410,7 @@ def _attend_backward(here: _Here, kind: str, sums: list[Ref | None]) -> None:
     kernel, scale = here.step.kernel, context.argument("scale")
     mask = here.mask(kind)
     fitted = None if mask is None else kernel.fitted(here, mask)
-    operands = (grad, rows, keys, values, out, logsumexp)
+    operands = (grad, rows, keys, values, *kernel.laid_out(here, out, logsumexp))
     made = kernel.backward(here, operands, fitted, kind.startswith("causal"), scale)
     num_keys = [s[2] for s in context.spec(context.argument("key")).local_shapes]
     for number, (new, given) in enumerate(zip(made, sums, strict=True)):

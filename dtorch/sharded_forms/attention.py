@@ -76,7 +76,7 @@ def _is_named_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any) -> 
 def _attention(kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
     """The form of a kernel."""
     given = _named(kernel.forward_op, args, kwargs)
-    if given["dropout_p"]:
+    if given["dropout_p"] or _begins_elsewhere(kernel, given):
         return NotImplemented
     query, key, value = (given[name] for name in ("query", "key", "value"))
     is_causal, scale, mask = given["is_causal"], given["scale"], _mask_of(given)
@@ -91,8 +91,10 @@ def _attention(kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
     if not _split_axes(query) and (not is_causal or query.shape[2] < _num_pieces(query, axes)):
         if is_causal and not kernel.takes_mask:
             return NotImplemented
-        out, sums = _over_split_keys(kernel, query, key, value, is_causal, mask, scale)
-        return kernel.results(_Whole.of(query, key), out, sums, given)
+        found = _over_split_keys(kernel, query, key, value, is_causal, mask, scale)
+        if found is None:
+            return NotImplemented
+        return kernel.results(_Whole.of(query, key), *found, given)
     query, key, value = (_with(t, axes, Shard(2)) for t in (query, key, value))
     ulysses = _ulysses_axes(query, key, axes)
     query, key, value = _with_heads_alike(query, key, value, ulysses)
@@ -102,8 +104,11 @@ def _attention(kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
         results = kernel.forward(whole, exchanged, mask, is_causal, scale)
         out, sums = (_with(t, ulysses, Shard(2)) for t in results)
         return kernel.results(whole, out, sums, given)
-    ring = _ring_of(kernel, query, key, is_causal, scale)
-    mask, keys, values = _narrowest(mask), ring.start(key), ring.start(value)
+    ring = _ring_of(kernel, query, key, mask, is_causal, scale)
+    if ring.is_too_fine:
+        return NotImplemented
+    query, mask, level = _leveled(query, _narrowest(mask))
+    keys, values = ring.start(key), ring.start(value)
     query = ring.arranged(query)
     out: Any = None
     sums: Any = None
@@ -113,14 +118,16 @@ def _attention(kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
             keys, values = ring.passed_on(keys), ring.passed_on(values)
         out, sums = attend_block(query, *now, mask, out, sums, ring.count, step, *ring.options)
     out, sums = ring.restored(out), ring.restored(sums)
-    out, sums = _finished(out, sums, query.dtype, mask is not None)
+    out, sums = _finished(out, sums, query.dtype, level)
     return kernel.results(whole, out, sums, given)
 
 
 def _attention_backward(kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
     """The form of a kernel's gradients."""
     given = _named(kernel.backward_op, args, kwargs)
-    if given["dropout_p"] or given.get("grad_input_mask", [False])[-1]:
+    if given["dropout_p"] or _begins_elsewhere(kernel, given):
+        return NotImplemented
+    if given.get("grad_input_mask", [False])[-1]:  # that of the mask
         return NotImplemented
     grad, query, key, value = args[:4]
     out, kept = given["out"], given["logsumexp"]
@@ -141,7 +148,9 @@ def _attention_backward(kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
         results = kernel.backward(whole, tuple(exchanged), mask, is_causal, scale)
         to_query, *to_keys = (_with(t, ulysses, Shard(2)) for t in results)
         return kernel.gradients((to_query, *(_added_up(t, heads) for t in to_keys)))
-    ring = _ring_of(kernel, query, key, is_causal, scale)
+    ring = _ring_of(kernel, query, key, mask, is_causal, scale)
+    if ring.is_too_fine:
+        return NotImplemented
     mask, keys, values = _narrowest(mask), ring.start(keys), ring.start(values)
     grad, query, out, sums = map(ring.arranged, (grad, query, out, sums))
     to_query: Any = None
@@ -175,6 +184,12 @@ def _named(
     return defaults | dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
 
 
+def _begins_elsewhere(kernel: Kernel, given: dict[str, Any]) -> bool:
+    """Whether the last query sees all keys, and not the first query the first key alone."""
+    sizes = given["query"].shape[2], given["key"].shape[2]
+    return given["is_causal"] and not kernel.takes_mask and sizes[0] != sizes[1]
+
+
 def _mask_of(given: dict[str, Any]) -> Any:
     return given.get("attn_mask", given.get("attn_bias"))
 
@@ -201,6 +216,9 @@ class _Whole(NamedTuple):
     def sizes(self, value: Callable[[Sizes], Any]) -> Any:
         return value(self.here)
 
+    def order(self) -> list[int]:
+        raise NotImplementedError
+
 
 def _over_split_keys(
     kernel: Kernel,
@@ -210,7 +228,7 @@ def _over_split_keys(
     is_causal: bool,
     mask: Any,
     scale: float | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
     """Every device attends with all queries to its own keys; the results are merged."""
     axes = _split_axes(key) | _split_axes(value)
     query, key, value = _with_heads_alike(query, *(_with(t, axes, Shard(2)) for t in (key, value)))
@@ -218,6 +236,9 @@ def _over_split_keys(
     keys = _pieces(key, axes)
     queries = (((0, rows),),) * len(keys)
     ring = _Ring(kernel, frozenset(axes), queries, keys, False, key.shape[2], is_causal, scale)
+    if ring.is_too_fine:
+        return None
+    query, mask, level = _leveled(query, mask)
     if mask is not None and mask.shape[2] > 1:
         mask = _for_each_piece(mask, ring)
     operands = (_for_each_piece(query, ring), key, value, mask, None, None)
@@ -230,7 +251,7 @@ def _over_split_keys(
     out = (out * (weights / total.unsqueeze(2)).unsqueeze(-1)).sum(2)
     if mask is not None or is_causal:
         out = out.masked_fill(total.unsqueeze(-1) == 0, 0.0)
-    return _finished(out, total.log() + largest.squeeze(2), query.dtype, True)
+    return _finished(out, total.log() + largest.squeeze(2), query.dtype, level)
 
 
 def _for_each_piece(x: Any, ring: _Ring) -> Any:
@@ -241,10 +262,34 @@ def _for_each_piece(x: Any, ring: _Ring) -> Any:
     return aten._reshape_copy.default(repeated, flat)  # which copies nothing on a device
 
 
-def _finished(out: Any, sums: Any, dtype: torch.dtype, is_masked: bool) -> tuple[Tensor, Tensor]:
-    if is_masked:  # as the kernel has it for a row that sees no key
-        sums = sums.masked_fill(sums == -math.inf, 0.0)
-    return out.to(dtype), sums
+def _leveled(query: Any, mask: Any) -> tuple[Any, Any, Any]:
+    """Takes from a mask what is the same for a whole row and would leave no digits for its sum.
+
+    A row that is masked whole by a huge number, as by that of ``torch.finfo(dtype).min``, gets the
+    mean of the values, since scores are lost beside that number. Of pieces nothing would tell how
+    many keys each has.
+
+    Args:
+        query: The queries.
+        mask: In four dims, or None.
+
+    Returns:
+        The queries, zero in such rows, the mask, and what is missing of it in each row, or None.
+    """
+    if mask is None:
+        return query, None, None
+    largest = mask.amax(-1, keepdim=True)
+    is_huge = (largest.abs() >= 2.0**12) & largest.isfinite()
+    level = torch.where(is_huge, largest, 0.0)
+    query = query.masked_fill(level.abs() >= 2.0**26, 0.0)
+    return query, mask - level, level.squeeze(-1)
+
+
+def _finished(out: Any, sums: Any, dtype: torch.dtype, level: Any) -> tuple[Tensor, Tensor]:
+    if level is not None:
+        sums = sums + level
+    # As the kernel has it for a row that sees no key.
+    return out.to(dtype), sums.masked_fill(sums == -math.inf, 0.0)
 
 
 Piece = tuple[tuple[int, int], ...]
@@ -284,6 +329,12 @@ class _Ring:
     def length(self) -> int:
         """How long the pieces are that travel."""
         return max(sum(length for _, length in piece) for piece in self.keys)
+
+    @property
+    def is_too_fine(self) -> bool:
+        """Whether a device would have fewer keys at once than the kernel takes."""
+        lengths = [length for piece in self.keys for _, length in piece if length]
+        return min(lengths, default=0) < self.kernel.least_keys and self.kernel.least_keys > 1
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -335,11 +386,13 @@ class _Ring:
         return tuple(found)
 
 
-def _ring_of(kernel: Kernel, query: Any, key: Any, is_causal: bool, scale: float | None) -> _Ring:
+def _ring_of(
+    kernel: Kernel, query: Any, key: Any, mask: Any, is_causal: bool, scale: float | None
+) -> _Ring:
     axes, size = _split_axes(key), key.shape[2]
     names = key.device_mesh.mesh_dim_names or ()
     is_balanced = any(names[a] == _ZIGZAG for a in axes if names)
-    is_balanced = is_balanced and is_causal and query.shape[2] == size
+    is_balanced = is_balanced and is_causal and mask is None and query.shape[2] == size
     pieces = _balanced(size, _num_pieces(key, axes)) if is_balanced else _pieces(key, axes)
     queries = pieces if is_balanced else _pieces(query, axes)
     return _Ring(kernel, frozenset(axes), queries, pieces, is_balanced, size, is_causal, scale)
@@ -366,10 +419,11 @@ def _balanced(size: int, count: int) -> tuple[Piece, ...]:
 
 
 def _narrowest(mask: Any) -> Any:
-    """Returns a mask in four dims, of which those that it has been expanded to have size one."""
+    """Returns a mask in four dims; those before the keys that it has been expanded to are one."""
     if mask is None:
         return None
-    for dim, (size, stride) in enumerate(zip(mask.shape, mask._spec.stride, strict=True)):
+    sizes = zip(mask.shape[:-1], mask._spec.stride[:-1], strict=True)
+    for dim, (size, stride) in enumerate(sizes):
         if size > 1 and stride == 0:
             mask = mask.narrow(dim, 0, 1)
     return mask.view(*(1,) * (4 - mask.ndim), *mask.shape)

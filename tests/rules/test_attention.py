@@ -114,6 +114,22 @@ def test_kernels_of_accelerators_are_split_over_batch_and_heads(
         torch.testing.assert_close(mine.grad.to_torch(), theirs.grad)
 
 
+@pytest.mark.parametrize("placement", [R, S(0), S(1)])
+@pytest.mark.parametrize("size", [32, 33])
+def test_the_gradient_of_a_mask(placement, size):
+    mesh = dtorch.init_device_mesh("cpu", (2,))
+    whole = [torch.randn(4, 4, size, 8, requires_grad=True) for _ in range(3)]
+    mask = torch.randn(size, size, requires_grad=True)
+    F.scaled_dot_product_attention(*whole, attn_mask=mask).square().sum().backward()
+    ours = [spread(t.detach(), mesh, [placement]) for t in whole]
+    given = spread(mask.detach(), mesh, [S(1)]).requires_grad_()
+    with on_the_cpu("efficient") as attention:
+        ours = [t.requires_grad_() for t in ours]
+        attention(*ours, given).square().sum().backward()
+        for mine, theirs in zip((*ours, given), (*whole, mask), strict=True):
+            torch.testing.assert_close(mine.grad.to_torch(), theirs.grad, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("placement", [R, S(0), S(1), S(2)])
 @pytest.mark.parametrize("is_jitted", [False, True])
 @pytest.mark.parametrize("kind", ["none", "bool", "float", "causal", "grouped"])

@@ -8,6 +8,7 @@ from layouts import (
     MESHES,
     PAIR,
     SUM,
+    TRIPLE,
     R,
     S,
     case,
@@ -86,3 +87,23 @@ def test_a_sharded_factory_does_not_make_the_whole():
         (S(0),)
     ] * 2
     assert R not in program.specs[program.outputs[0]].placements
+
+
+@pytest.mark.parametrize("placement", [S(0), S(1), R])
+def test_a_gradient_in_the_memory_order_of_its_leaf_needs_no_communication(placement):
+    leaf, grad = torch.randn(4, 7), torch.randn(7, 4).mT
+    ours = spread(leaf, PAIR, [placement]).requires_grad_()
+    with dtorch.strict():
+        (ours * spread(grad, PAIR, [placement])).sum().backward()
+        ours.mT.contiguous().mT.backward(spread(grad, PAIR, [placement]))
+    assert ours.grad.placements == [placement] and ours.grad.stride() == (7, 1)
+    assert torch.equal(ours.grad.to_torch(), grad * 2)
+
+
+@pytest.mark.parametrize("stride", [(7, 1), (1, 4), (14, 2)])
+@pytest.mark.parametrize("shape", [(4, 7), (7, 4)])
+def test_strides_without_values_follow_a_layout_of_the_same_shape(shape, stride):
+    x = spread(torch.randn(shape), TRIPLE, [S(0)])
+    found = x.new_empty_strided((4, 7), stride)
+    assert found.stride() == stride and found.to_torch().shape == (4, 7)
+    assert found.placements == ([S(0)] if shape == (4, 7) else [R])
