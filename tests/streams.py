@@ -292,14 +292,14 @@ class _Watch(TorchDispatchMode):
             with _Watch(self._world, _current.stream):
                 return graph_calls._run(*args)
         result = op(*args, **(kwargs or {}))
-        given = storages((args, kwargs or {}))
-        made = [s for s in storages(result) if s._cdata not in {g._cdata for g in given}]
-        changed = []
+        given = tensors((args, kwargs or {}))
+        memory = {t.untyped_storage()._cdata for t in given}
+        written = [t for t in tensors(result) if t.untyped_storage()._cdata not in memory]
         for argument, value in zip(op._schema.arguments, args, strict=False):
             if argument.is_write:
-                changed += storages(value)
-        if made or changed or not _is_view(op):
-            self._world.launch(_current.stream, op, given, [*made, *changed])
+                written += tensors(value)
+        if written or not _is_view(op):
+            self._world.launch(_current.stream, op, storages(given), storages(written))
         return result
 
 
@@ -343,8 +343,13 @@ def _is_view(op: Any) -> bool:
 
 
 def storages(tree: Any) -> list[Any]:
+    """The memory that is accessed where tensors are; for one without elements that is none."""
+    return [t.untyped_storage() for t in tensors(tree) if t.numel()]
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
     leaves = optree.tree_leaves(tree, none_is_leaf=True)
-    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 # -- random programs -----------------------------------------------------------------------

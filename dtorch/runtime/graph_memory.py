@@ -15,7 +15,10 @@ from . import lent
 
 
 def place(tensor: Tensor | None) -> Any:
-    """Returns what is equal for tensors that are the same to a graph."""
+    """Returns what is equal for tensors that are the same to a graph.
+
+    Those without elements are in no memory: `data_ptr` is 0.
+    """
     return None if tensor is None else (tensor.data_ptr(), layout(tensor))
 
 

@@ -1,6 +1,7 @@
 """The order of launches on devices with streams, on streams that record it."""
 
 import contextlib
+import functools
 import gc
 import threading
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import pytest
 import streams as recorded_streams
 import torch
+from graph_fake import Graph
 
 import dtorch
+from dtorch import Replicate, Shard
 from dtorch.lowering import LocalStep, lower
 from dtorch.runtime import EXECUTOR, NATIVE, graph_calls, streams
 from dtorch.runtime.streams import Lane, plan
@@ -100,6 +103,45 @@ def test_memory_of_a_graph_is_freed_after_its_last_replay(fault: str) -> None:
         jitted.cache_clear()
         gc.collect()
     assert bool(world.faults) == (fault == "drop")
+
+
+@python_only
+@pytest.mark.parametrize("size", [0, 2])
+def test_what_has_no_elements_may_be_read_after_its_graph_is_dropped(size: int) -> None:
+    with recorded_streams.recorded() as (world, ids):
+        lanes = streams.lanes_of(dtorch.mesh.Device("cpu", ids[0]))
+        assert lanes is not None
+        results: list[torch.Tensor] = []
+        with lanes.on(Lane.COMPUTE):
+            graph = graph_calls.capture(lambda: results.append(torch.ones(size) + 1))
+            graph.replay()
+            graph.drop()
+            results.pop() + 1
+        del graph
+    assert bool(world.faults) == (size > 0)
+
+
+@python_only
+def test_a_part_without_elements_stays_with_its_reader_when_its_graph_is_captured_again() -> None:
+    def step(state: dtorch.Tensor, x: dtorch.Tensor) -> tuple[dtorch.Tensor, dtorch.Tensor]:
+        inside, state = x * 2, state + 1
+        whole = state.redistribute(placements=[Replicate()])
+        return state, inside.sin() + whole.sum()
+
+    with recorded_streams.recorded() as (world, ids):
+        mesh = dtorch.DeviceMesh("cpu", ids[:2])
+        place = functools.partial(dtorch.tensor, device_mesh=mesh, placements=[Shard(0)])
+        jitted = dtorch.jit(step, donate_argnums=0, cuda_graph=True)
+        x = place(torch.ones(1, 3))  # the second device has no row of it
+        held = [jitted(place(torch.full((2, 3), float(n))), x) for n in range(6)]
+        for number, (state, found) in enumerate(held):
+            expected = torch.full((2, 3), number + 1.0)
+            torch.testing.assert_close(state.to_torch(), expected)
+            torch.testing.assert_close(found.to_torch(), (x.to_torch() * 2).sin() + expected.sum())
+        first, second = (4, 4), (4, 1)  # of the two parts, by device
+        assert Graph.made == sum(first) + sum(second)
+        jitted.cache_clear()
+    assert world.faults == []
 
 
 def compute(x: dtorch.Tensor) -> dtorch.Tensor:
