@@ -182,7 +182,7 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
     op, outputs, frees, draws = call.op._op, call.outputs, call.frees, call.draws
     single = len(outputs) == 1 and not _returns_list(call.op)
     only = outputs[0] if single else None
-    nested = len(call.op._schema.returns) > 1 and _returns_lists(call.op)
+    nested = len(call.op._schema.returns) > 1 and _has_lists(call.op)
     device = call.mesh.torch_device(index)
     reads, results = slots_read(call), slots_written(call)
     is_graph = call.op is run_graph
@@ -213,7 +213,7 @@ def _call_action(program: LocalProgram, call: LocalCall, index: int) -> Action:
             else:
                 out = op(*values, **named_values)
             if nested:
-                out = [tensor for item in out for tensor in item]
+                out = [t for item in out for t in (item if isinstance(item, list) else [item])]
             if only is not None:
                 slots[only] = out
             elif not single:
@@ -237,8 +237,8 @@ def _returns_list(op: torch._ops.OpOverload) -> bool:
     return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
-def _returns_lists(op: torch._ops.OpOverload) -> bool:
-    return all(isinstance(r.type, torch.ListType) for r in op._schema.returns)
+def _has_lists(op: torch._ops.OpOverload) -> bool:
+    return any(isinstance(r.type, torch.ListType) for r in op._schema.returns)
 
 
 def _resolve(value: Any, index: int) -> Any:
