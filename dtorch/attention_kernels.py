@@ -32,12 +32,20 @@ class Sizes(NamedTuple):
     keys: int
 
 
-class Site(Protocol):
-    """Where operations are called: on whole tensors, or on the shards of each device."""
+class Layouts(Protocol):
+    """Where layouts are changed: on whole tensors, or on the shards of each device."""
 
     def one(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the only result of an operation."""
         ...
+
+    def sizes(self, value: Callable[[Sizes], Any]) -> Any:
+        """Returns an argument that follows from the sizes here."""
+        ...
+
+
+class Site(Layouts, Protocol):
+    """Where a kernel is called, likewise."""
 
     def several(self, count: int, op: Any, *args: Any, **kwargs: Any) -> Any:
         """Returns the first `count` results of an operation."""
@@ -47,13 +55,33 @@ class Site(Protocol):
         """Returns zeros on the device."""
         ...
 
-    def sizes(self, value: Callable[[Sizes], Any]) -> Any:
-        """Returns an argument that follows from the sizes here."""
-        ...
 
-    def order(self) -> list[int]:
-        """Returns the dims of the queries, that with the largest stride first."""
-        ...
+class Whole(NamedTuple):
+    """A `Site` of whole tensors."""
+
+    here: Sizes
+
+    @classmethod
+    def of(cls, query: Any, key: Any) -> Whole:
+        """Returns that of these queries and keys."""
+        batch, heads, rows, _ = query.shape
+        return cls(Sizes(batch, heads, rows, key.shape[2]))
+
+    def one(self, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in `Layouts`."""
+        return op(*args, **kwargs)
+
+    def sizes(self, value: Callable[[Sizes], Any]) -> Any:
+        """As in `Layouts`."""
+        return value(self.here)
+
+    def several(self, count: int, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in `Site`."""
+        return op(*args, **kwargs)[:count]
+
+    def zeros(self, shape: list[int], dtype: torch.dtype) -> Any:
+        """As in `Site`."""
+        return torch.zeros(shape, dtype=dtype)
 
 
 class Kernel(abc.ABC):
@@ -105,17 +133,18 @@ class Kernel(abc.ABC):
     def results(self, site: Site, out: Any, sums: Any, given: dict[str, Any]) -> tuple[Any, ...]:
         """Returns what the operation gives, of its arguments by name: `backward` reads the sums."""
 
-    def sums_of(self, site: Site, kept: Any) -> Any:
+    def sums_of(self, site: Layouts, kept: Any) -> Any:
         """Returns the log-sum-exp of what the operation gives for it."""
         return kept
 
-    def laid_out(self, site: Site, out: Any, sums: Any) -> tuple[Any, Any]:
+    def laid_out(self, site: Layouts, out: Any, sums: Any, order: list[int]) -> tuple[Any, Any]:
         """Returns result and log-sum-exp as `backward` reads them on a device: unasked, by place.
 
         Args:
             site: The shards of devices.
             out: The result, with any strides.
             sums: The log-sum-exp, in the shape that `backward_op` takes, or [B, H, L].
+            order: The dims of the queries, that with the largest stride first.
         """
         return out, sums
 
@@ -123,7 +152,7 @@ class Kernel(abc.ABC):
         """Returns what the operation of the gradients gives."""
         return found
 
-    def fitted(self, site: Site, mask: Any) -> Any:
+    def fitted(self, site: Layouts, mask: Any) -> Any:
         """Returns a mask as the kernel takes it: [B, H, L, S], some dims broadcast."""
         return mask
 
@@ -174,7 +203,7 @@ class _Flash(Kernel):
         debug = site.zeros([0], given["query"].dtype)
         return out, sums, *lengths, *self._seeds(site), debug
 
-    def laid_out(self, site: Site, out: Any, sums: Any) -> tuple[Any, Any]:
+    def laid_out(self, site: Layouts, out: Any, sums: Any, order: list[int]) -> tuple[Any, Any]:
         return out, site.one(aten.contiguous.default, sums)
 
     @staticmethod
@@ -207,10 +236,10 @@ class _Efficient(Kernel):
         """The sums in [B, H, L], which the rule of the backward takes too."""
         return out, sums if given["compute_log_sumexp"] else sums[..., :0], *_seeds(site)
 
-    def sums_of(self, site: Site, kept: Any) -> Any:
+    def sums_of(self, site: Layouts, kept: Any) -> Any:
         return site.one(aten.narrow.default, kept, 2, 0, site.sizes(lambda s: s.rows))
 
-    def laid_out(self, site: Site, out: Any, sums: Any) -> tuple[Any, Any]:
+    def laid_out(self, site: Layouts, out: Any, sums: Any, order: list[int]) -> tuple[Any, Any]:
         """The result as [B, L, H, V] in memory, the sums filled up to a multiple of 32 rows."""
         kept = self.sums_of(site, sums)
         padding = site.sizes(lambda s: [0, -s.rows % 32])
@@ -220,7 +249,7 @@ class _Efficient(Kernel):
     def gradients(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
         return *found, None
 
-    def fitted(self, site: Site, mask: Any) -> Any:
+    def fitted(self, site: Layouts, mask: Any) -> Any:
         rows = _in_aligned_rows(site, mask)
         return site.one(aten.expand.default, rows, site.sizes(list))
 
@@ -253,14 +282,14 @@ class _CuDNN(Kernel):
         kept = site.one(aten.unsqueeze.default, sums, -1)
         return out, kept, *lengths, *_seeds(site), None
 
-    def sums_of(self, site: Site, kept: Any) -> Any:
+    def sums_of(self, site: Layouts, kept: Any) -> Any:
         return site.one(aten.squeeze.dim, kept, -1)
 
-    def laid_out(self, site: Site, out: Any, sums: Any) -> tuple[Any, Any]:
+    def laid_out(self, site: Layouts, out: Any, sums: Any, order: list[int]) -> tuple[Any, Any]:
         """The result in the order of the queries, with which cuDNN keeps what it has built."""
-        return _dense(site, out, site.order()), site.one(aten.contiguous.default, sums)
+        return _dense(site, out, order), site.one(aten.contiguous.default, sums)
 
-    def fitted(self, site: Site, mask: Any) -> Any:
+    def fitted(self, site: Layouts, mask: Any) -> Any:
         """One for all heads stays one."""
         rows = _in_aligned_rows(site, mask)
         sizes = site.sizes(lambda s: [s.batch, -1, s.rows, s.keys])
@@ -272,13 +301,13 @@ def _seeds(site: Site) -> tuple[Any, Any]:
     return site.zeros([], torch.int64), site.zeros([], torch.int64)
 
 
-def _dense(site: Site, x: Any, order: list[int]) -> Any:
+def _dense(site: Layouts, x: Any, order: list[int]) -> Any:
     """A tensor without gaps, its dims in this order in memory; it is copied only if it must be."""
     x = site.one(aten.contiguous.default, site.one(aten.permute.default, x, order))
     return site.one(aten.permute.default, x, [order.index(d) for d in range(len(order))])
 
 
-def _in_aligned_rows(site: Site, mask: Any) -> Any:
+def _in_aligned_rows(site: Layouts, mask: Any) -> Any:
     """A mask whose rows begin at multiples of eight elements."""
     padding = site.sizes(lambda s: [0, -s.keys % 8])
     filled = site.one(aten.constant_pad_nd.default, mask, padding, 0.0)

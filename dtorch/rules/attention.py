@@ -98,30 +98,23 @@ def _lay_out(context: LocalContext) -> None:
     """Gives a kernel what it reads by place as it reads it, which a part of a whole need not be."""
     (kernel,) = (k for k in KERNELS.values() if k.backward_op is context.op)
     out, sums = (context.argument(name) for name in ("out", "logsumexp"))
-    out, sums = kernel.laid_out(_Shards(context), out, sums)
+    order = memory_order(context.spec(context.argument("query")))
+    out, sums = kernel.laid_out(_Shards(context), out, sums, order)
     context.emit_with(out=out, logsumexp=sums, **_aligned(context))
 
 
 class _Shards(NamedTuple):
-    """What all devices run alike, as where a kernel is called; no rows are split."""
+    """The shards of the devices of an instruction, which all have the same rows and keys."""
 
     context: LocalContext
 
     def one(self, op: Any, *args: Any, **kwargs: Any) -> Ref:
         return self.context.emit(op, *args, **kwargs)
 
-    def several(self, count: int, op: Any, *args: Any, **kwargs: Any) -> list[Ref]:
-        raise NotImplementedError
-
-    def zeros(self, shape: list[int], dtype: torch.dtype) -> Ref:
-        raise NotImplementedError
-
     def sizes(self, value: Callable[[Sizes], Any]) -> Any:
-        query, key = (self.context.spec(self.context.argument(n)).shape for n in ("query", "key"))
-        return value(Sizes(-1, -1, query[2], key[2]))
-
-    def order(self) -> list[int]:
-        return memory_order(self.context.spec(self.context.argument("query")))
+        shapes = (self.context.spec(self.context.argument(n)).shape for n in ("query", "key"))
+        (batch, heads, rows, _), (_, _, keys, _) = shapes
+        return value(Sizes(batch, heads, rows, keys))
 
 
 def _beside(ndim: int) -> Dims:

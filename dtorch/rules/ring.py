@@ -243,9 +243,6 @@ class _Here:
 
         return self.table(here)
 
-    def order(self) -> list[int]:
-        return memory_order(self.step.spec)
-
     def table(self, value: Callable[[int], Any]) -> Any:
         """The value of each of the devices, by its number in the whole mesh."""
         values = [value(i) for i in self.devices]
@@ -410,7 +407,8 @@ def _attend_backward(here: _Here, kind: str, sums: list[Ref | None]) -> None:
     kernel, scale = here.step.kernel, context.argument("scale")
     mask = here.mask(kind)
     fitted = None if mask is None else kernel.fitted(here, mask)
-    operands = (grad, rows, keys, values, *kernel.laid_out(here, out, logsumexp))
+    laid_out = kernel.laid_out(here, out, logsumexp, memory_order(here.step.spec))
+    operands = (grad, rows, keys, values, *laid_out)
     made = kernel.backward(here, operands, fitted, kind.startswith("causal"), scale)
     num_keys = [s[2] for s in context.spec(context.argument("key")).local_shapes]
     for number, (new, given) in enumerate(zip(made, sums, strict=True)):

@@ -21,13 +21,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..attention_kernels import KERNELS, Kernel, Sizes
+from ..attention_kernels import KERNELS, Kernel, Whole
 from ..custom_ops import attend_block, attend_block_backward
 from ..placement import Placement, Replicate, Shard
 from ..redistribution import Movement, Segment
@@ -85,7 +85,7 @@ def _attention(kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
         query, keys, values = _with_heads_alike(query, key, value)
         if keys.shape == key.shape:
             return NotImplemented
-        whole = _Whole.of(query, keys)
+        whole = Whole.of(query, keys)
         out, sums = kernel.forward(whole, (query, keys, values), mask, is_causal, scale)
         return kernel.results(whole, out, sums, given)
     if not _split_axes(query) and (not is_causal or query.shape[2] < _num_pieces(query, axes)):
@@ -94,11 +94,11 @@ def _attention(kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
         found = _over_split_keys(kernel, query, key, value, is_causal, mask, scale)
         if found is None:
             return NotImplemented
-        return kernel.results(_Whole.of(query, key), *found, given)
+        return kernel.results(Whole.of(query, key), *found, given)
     query, key, value = (_with(t, axes, Shard(2)) for t in (query, key, value))
     ulysses = _ulysses_axes(query, key, axes)
     query, key, value = _with_heads_alike(query, key, value, ulysses)
-    whole = _Whole.of(query, key)
+    whole = Whole.of(query, key)
     if ulysses:
         exchanged = tuple(_with(t, ulysses, Shard(1)) for t in (query, key, value))
         results = kernel.forward(whole, exchanged, mask, is_causal, scale)
@@ -134,7 +134,7 @@ def _attention_backward(kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
     is_causal, scale, mask = given["is_causal"], given["scale"], _mask_of(given)
     heads = key.shape[1]
     axes = _split_axes(query) | _split_axes(key) | _split_axes(value) | _split_axes(grad)
-    sums = kernel.sums_of(_Whole.of(query, key), kept)
+    sums = kernel.sums_of(Whole.of(query, key), kept)
     grad, query, key, value, out, sums = (
         _with(t, axes, Shard(2)) for t in (grad, query, key, value, out, sums)
     )
@@ -144,7 +144,7 @@ def _attention_backward(kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if ulysses or not axes:
         exchanged = (_with(t, ulysses, Shard(1)) for t in (grad, query, keys, values, out, sums))
-        whole = _Whole.of(query, keys)
+        whole = Whole.of(query, keys)
         results = kernel.backward(whole, tuple(exchanged), mask, is_causal, scale)
         to_query, *to_keys = (_with(t, ulysses, Shard(2)) for t in results)
         return kernel.gradients((to_query, *(_added_up(t, heads) for t in to_keys)))
@@ -192,32 +192,6 @@ def _begins_elsewhere(kernel: Kernel, given: dict[str, Any]) -> bool:
 
 def _mask_of(given: dict[str, Any]) -> Any:
     return given.get("attn_mask", given.get("attn_bias"))
-
-
-class _Whole(NamedTuple):
-    """Whole tensors, as where a kernel is called."""
-
-    here: Sizes
-
-    @classmethod
-    def of(cls, query: Any, key: Any) -> _Whole:
-        batch, heads, rows, _ = query.shape
-        return cls(Sizes(batch, heads, rows, key.shape[2]))
-
-    def one(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)
-
-    def several(self, count: int, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)[:count]
-
-    def zeros(self, shape: list[int], dtype: torch.dtype) -> Any:
-        return torch.zeros(shape, dtype=dtype)
-
-    def sizes(self, value: Callable[[Sizes], Any]) -> Any:
-        return value(self.here)
-
-    def order(self) -> list[int]:
-        raise NotImplementedError
 
 
 def _over_split_keys(
