@@ -307,8 +307,8 @@ class _Ring:
     @property
     def is_too_fine(self) -> bool:
         """Whether a device would have fewer keys at once than the kernel takes."""
-        lengths = [length for piece in self.keys for _, length in piece if length]
-        return min(lengths, default=0) < self.kernel.least_keys and self.kernel.least_keys > 1
+        lengths = (length for piece in self.keys for _, length in piece if length)
+        return any(length < self.kernel.least_keys for length in lengths)
 
     @property
     def options(self) -> tuple[Any, ...]:
